@@ -103,8 +103,7 @@ test-slow: $(EVERYTHING)  ## The other tests of one process that CI runs, among 
 test-distributed: $(BIN)/.installed-deepspeed  ## DDP, ZeRO-2/3, FSDP2 and LoRA on CPU processes (ZeRO-1: test-all): each pair of setup and mechanism
 	$(PYTEST) -m "not full" $(IN_PARALLEL) -n 2 tests/distributed
 
-SANDBOX_TESTS = $(wildcard tests/test_sandbox*.py tests/test_attacks.py tests/test_deepcoder_attacks.py \
-	tests/test_program_tests.py)
+SANDBOX_TESTS = $(wildcard tests/test_sandbox*.py tests/test_attacks.py tests/test_program_tests.py)
 # All attacks instead of a sample: make test-sandbox SANDBOX_MARK=
 SANDBOX_MARK := not slow and not full
 

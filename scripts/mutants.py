@@ -50,11 +50,10 @@ TESTS = {
     "record/completions": "what_if",
     "estimates": "remedies",
     "remedies": "remedies what_if",
-    "envs/sokoban/environment": "sokoban sokoban_rooms",
-    "envs/sokoban/rooms": "sokoban_rooms sokoban",
+    "envs/sokoban/environment": "sokoban",
+    "envs/sokoban/rooms": "sokoban",
     "envs/sokoban/reverse_play": "presets",
-    "envs/countdown/environment": "countdown",
-    "envs/countdown/arithmetic": "countdown presets_questions",
+    "envs/countdown": "countdown presets_tasks",
 }
 OPTIONS = ("-m", "not slow and not full", "--hypothesis-profile", "unshrunk")
 COPIED = ("ragen2_trl", "tests", "research", "docs", "README.md", "pyproject.toml")

@@ -5,7 +5,7 @@ import json
 import random
 
 from ragen2_trl.envs.deepcoder.environment import DeepCoder
-from ragen2_trl.envs.deepcoder.tests import task_row
+from ragen2_trl.envs.deepcoder.program_tests import task_row
 from ragen2_trl.envs.responses import format_response
 
 DOUBLE = "print(2 * int(input()))"

@@ -12,7 +12,7 @@ SAMPLES = Path(__file__).parent / "data"
 # What a task is played with here, where chance or what it needs is not in its defaults.
 OPTIONS = {"frozen_lake": {"slip": 0.3}, "deepcoder": {"max_tests": 2}}
 # Each of its steps runs programs, which takes a tenth of a second: fewer rows, and fuzzing in its own file.
-FEW = {"deepcoder": 4}
+FEW = {"deepcoder": 2}
 
 TASKS = sorted(set(ENVIRONMENTS) - {"reasoning_gym"})  # whose package not everybody has: it has a file of its own
 MODES = [

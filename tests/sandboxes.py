@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ragen2_trl.envs.deepcoder import sandbox_process as module
+from ragen2_trl.envs.deepcoder import sandbox as module
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxLimits
 
 QUICK = SandboxLimits(

@@ -1,4 +1,4 @@
-"""The attacks of `tests/attacks/`, tried through DeepCoder's reward; without bubblewrap they fail.
+"""The attacks of `tests/attacks/` and other texts, tried through DeepCoder's reward. Without bubblewrap they fail.
 
 What succeeds prints the right answer and earns the reward, so that none may earn anything.
 """
@@ -10,14 +10,22 @@ from pathlib import Path
 
 import pytest
 import yaml
-from deepcoder_programs import SCRIPT, TESTS, answer, play
+from deepcoder_programs import FUNCTION, HIDDEN, SCRIPT, TESTS, answer, play, score, several, single
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sandboxes import leftovers_fixture as leftovers_fixture
 
 from ragen2_trl.envs.deepcoder.environment import DeepCoder
 
 TWICE = {**SCRIPT, "tests": json.dumps(TESTS[2:]), "public": 0}  # what the first run leaves, the second finds
+
+
 FOLDER = Path(__file__).parent / "attacks"
+
+
 SEEN_AS_REFUSED = (1, 38, 95)  # EPERM, ENOSYS, EOPNOTSUPP
+
+
 WHOLE = """
 import ctypes, glob, mmap, os, resource, signal, socket, subprocess, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -34,6 +42,8 @@ except (Exception, SystemExit):
     worked = False
 print(2 * number if worked else "nothing")
 """
+
+
 # What makes a sample of all kinds of attacks: the fast tests try these.
 SAMPLE = (
     "fill a file's attributes on tmpfs",
@@ -105,3 +115,17 @@ def test_the_list_has_more_than_150_different_attacks():
     assert len({json.dumps([attack.get("call"), body(attack)]) for attack in found}) == len(found) > 150
     assert all(attack["tries"] for attack in found)
     assert set(SAMPLE) <= {attack["tries"] for attack in found}
+
+
+def test_the_public_examples_by_heart_earn_nothing():
+    begun, (message,) = play(several(), SCRIPT, answer("print({'21': '42'}.get(input(), ''))"))
+    assert message.splitlines()[:2] == ["Reward 0. Turn 2 of 3.", "Your program passes 0 of 3 hidden tests."]
+    assert begun.outcome.episode_return == 0.0 and not begun.outcome.success
+    assert score(FUNCTION, "def double(x):\n    return {21: 42}.get(x)") == 0.0
+
+
+@settings(max_examples=8)
+@given(program=st.text(min_size=1) | st.sampled_from(["\0", "\ud800", "(" * 5000, "input(" * 300, "#" * 50_000]))
+def test_no_text_raises_or_earns_a_reward_without_a_right_answer(program):
+    begun, _ = play(single(), HIDDEN, answer(program))
+    assert begun.outcome.episode_return in (0.0, -0.1) and not begun.outcome.success

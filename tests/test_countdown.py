@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from stacks import with_frames_left
 
 from ragen2_trl.envs import format_response
-from ragen2_trl.envs.countdown import Countdown
-from ragen2_trl.envs.countdown.arithmetic import (
+from ragen2_trl.envs.countdown import (
     MAX_CHARS,
+    Countdown,
     numbers_of,
     parse_expression,
     random_tree,
@@ -135,16 +135,6 @@ def test_division_by_zero_is_wrong_but_of_the_right_numbers(answer):
     assert outcome(Countdown(), answer, row=row).episode_return == 0.1
 
 
-def test_a_response_of_another_form_costs_a_tenth():
-    play = Countdown().play(ROW, random.Random(0))
-    play.respond("(3 + 4) * 5")
-    assert play.outcome.episode_return == -0.1
-
-
-def test_operators_that_are_left_out_do_not_count():
-    assert outcome(Countdown(operators="+-"), "(3 + 4) * 5").episode_return == 0.0
-
-
 def test_the_tenth_is_paid_once_and_a_right_answer_brings_the_rest():
     env = Countdown(multi_turn=True)
     assert outcome(env, "3 + 4 + 5", "3 - 4 + 5", "3 * 4 + 5").episode_return == pytest.approx(0.1)
@@ -179,7 +169,7 @@ def test_whatever_can_be_made_is_solved(seed):
         return
     tree = parse_expression(show(solve(numbers, int(value), rng=rng)))
     assert value_of(tree) == value
-    assert numbers_of(tree) == sorted(numbers)
+    assert sorted(numbers_of(tree)) == sorted(numbers)
 
 
 @pytest.mark.parametrize(
@@ -240,48 +230,6 @@ def test_signs_need_no_more_of_the_stack_than_an_honest_answer(signs, reward):
 # Tasks
 
 
-@pytest.mark.parametrize("options", [{}, {"operators": "+-"}, {"max_numbers": 3, "largest": 9}, {"multi_turn": True}])
-def test_every_task_is_solved_by_its_oracle(options):
-    env, rng = Countdown(**options), random.Random(0)
-    for row in env.dataset(150, seed=5):
-        play = env.play(row, rng)
-        play.respond(format_response(*play.episode.plan(rng)))
-        assert play.outcome.success and play.outcome.episode_return == 1.0
-        assert 3 <= len(row["nums"]) <= env.max_numbers and max(row["nums"]) <= env.largest
-        assert 10 <= row["target"] <= 99
-
-
-@pytest.mark.slow
-def test_a_random_player_is_right_in_one_task_of_thirty():
-    env, rng, won = Countdown(), random.Random(0), 0
-    for row in env.dataset(2500, seed=1):
-        play = env.play(row, rng)
-        play.take([play.episode.random_action(rng)])
-        assert play.outcome.episode_return in (0.1, 1.0)
-        won += play.outcome.success
-    assert won / 2500 == pytest.approx(0.035, abs=0.012)
-
-
-def identity(row):
-    return (*sorted(row["nums"]), row["target"])
-
-
-def test_held_out_tasks_never_appear_in_training():
-    env = Countdown(max_numbers=3, largest=5)  # few enough that two splits without a rule would meet
-    train = set(map(identity, env.dataset(1000)))
-    test = set(map(identity, env.dataset(300, split="test")))
-    assert not train & test
-    assert len(test) > 20
-
-
-def test_equal_seeds_give_equal_rows_whatever_the_global_generator_does():
-    first = Countdown().dataset(100, seed=3).to_list()
-    random.seed(1)
-    assert Countdown().dataset(100, seed=3).to_list() == first
-    assert Countdown().dataset(50, seed=3).to_list() == first[:50]
-    assert Countdown().dataset(100, seed=4).to_list() != first
-
-
 @pytest.mark.parametrize(
     ("options", "checksum"), [({}, 2235725744), ({"operators": "+-", "max_numbers": 3, "impossible": 0.5}, 1546176356)]
 )
@@ -308,48 +256,11 @@ def test_local_data_loads_without_what_cannot_be_solved_and_is_split_by_task(tas
     env, rng = Countdown(), random.Random(0)
     train, test = env.dataset(data=tasks_file), env.dataset(data=tasks_file, split="test")
     assert 40 < len(train) < 150 and len(test) > 8
-    assert not set(map(identity, train)) & set(map(identity, test))
+    asked = [{(*sorted(row["nums"]), row["target"]) for row in rows} for rows in (train, test)]
+    assert not asked[0] & asked[1]
     assert (99 not in train["target"]) or [1, 1, 1] not in list(train["nums"])
     assert len(set(train["seed"])) == len(train)
     assert train["seed"][:] != env.dataset(data=tasks_file, seed=1)["seed"][:]
     play = env.play(train[0], rng)
     play.respond(format_response(*play.episode.plan(rng)))
     assert play.outcome.success
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"numbers": [1, 2], "target": 3}, r"columns of data must include \['nums', 'target'\], got \['numbers', 'ta"),
-        ({"nums": [1], "target": 1}, r"nums must be 2 to 4 integers from 1 to 1000, got \[1\]"),
-        ({"nums": [1, 2.5], "target": 1}, r"nums must be 2 to 4 integers from 1 to 1000, got \[1.0, 2.5\]"),
-        ({"nums": [1, 2], "target": -3}, r"target must be an integer from 1 to 1000, got -3"),
-    ],
-)
-def test_data_of_another_schema_is_named(tmp_path, row, message):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(row))
-    with pytest.raises(ValueError, match=message):
-        Countdown().dataset(data=str(path))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"operators": "*"}, r"operators must be one of \['\+-\*/', '\+-'\], got '\*'"),
-        ({"max_numbers": 5}, r"max_numbers must be an integer between 3 and 4, got 5"),
-        ({"largest": 4}, r"largest must be an integer between 5 and 99, got 4"),
-    ],
-)
-def test_bad_options_are_named_with_what_is_allowed(options, message):
-    with pytest.raises(ValueError, match=message):
-        Countdown(**options)
-
-
-def test_tools_and_text_agree():
-    attempts = ["3 + 4 + 5", "junk", "(3 + 4) * 5"]
-    tools = Countdown(multi_turn=True, protocol="tools").environment_factory()
-    assert tools.reset(**ROW) == "Numbers: 3 4 5. Target: 35."
-    told = [tools.submit(attempt) for attempt in attempts]
-    assert told[-1] == "Reward 0.9. The episode is over."
-    assert tools.get_reward() == outcome(Countdown(multi_turn=True), *attempts).episode_return

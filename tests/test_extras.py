@@ -16,6 +16,7 @@ from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, open_corpus
     [
         ("search_qa", {"multi_turn": True}, "bm25s", "bm25s"),
         ("search_qa", {"preset": "ragen2"}, "bm25s", "bm25s"),
+        ("search_qa", {"multi_turn": True, "corpus": "http://127.0.0.1:9"}, "httpx", "httpx"),
         ("webshop", {}, "bm25s", "bm25s"),
         ("webshop", {"preset": "ragen2"}, "rapidfuzz", "rapidfuzz"),
     ],

@@ -1,47 +1,29 @@
-"""FrozenLake: its slips, its rewards, and what it shows."""
+"""FrozenLake: its maps, its slips, its rewards, what it shows, and how its demonstrations reason."""
 
+import hashlib
 import random
-import time
-from itertools import product
+import re
+from itertools import islice, product
 from types import SimpleNamespace
 
 import pytest
-from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
-from lakes import CROSSING, LAKE, answer, play, row, score
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+from lakes import CROSSING, LAKE, answer, grids_of, play, row, score
 
-from ragen2_trl.envs import FrozenLake, make_env, respond_all
-from ragen2_trl.envs.frozen_lake import ACTIONS, FrozenLakeEpisode
+from ragen2_trl.envs import FrozenLake, completion_text, parse_response
+from ragen2_trl.envs.frozen_lake import (
+    ACTIONS,
+    FrozenLakeEpisode,
+    distances_to_goal,
+    explain,
+    find,
+    random_map,
+    shortest_path,
+)
+from ragen2_trl.envs.ragen2.frozen_lake import RagenFrozenLake
+from ragen2_trl.envs.tasks import held_out
 
 # Options
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"size": 2}, r"size must be an integer between 3 and 10, got 2"),
-        ({"frozen": 0.5}, r"frozen must be between 0.6 and 1.0, got 0.5"),
-        ({"slip": -0.1}, r"slip must be between 0.0 and 1.0, got -0.1"),
-        (
-            {"observation": "smell"},
-            r"observation must be one of \['grid', 'coordinates', 'both', 'image'\], got 'smell'",
-        ),
-        (
-            {"impossible": 0.5, "max_turns": 1, "max_actions": 1},
-            r"max_turns \* max_actions with impossible must be an integer between 2 and 10000, got 1",
-        ),
-        ({"impossible": 1.1}, r"impossible must be between 0.0 and 1.0, got 1.1"),
-        ({"max_actions": 0}, r"max_actions must be an integer between 1 and 100, got 0"),
-        ({"wind": 1}, r"options of frozen_lake must be among \['size', 'frozen', .*\], got \['wind'\]"),
-    ],
-)
-def test_bad_options_are_named_with_what_is_allowed(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_env("frozen_lake", **options)
-
-
-def test_maps_are_generated_and_not_loaded():
-    with pytest.raises(ValueError, match=r"data must be None for frozen_lake, .*, got 'maps'"):
-        FrozenLake().dataset(1, data="maps")
 
 
 # Text
@@ -57,17 +39,6 @@ def test_prompt_shows_what_the_observation_asks_for():
     }.items():
         _, user = FrozenLake(size=3, observation=observation).prompt(row())
         assert user["content"].startswith(f"{shown}\nReply with")
-
-
-def test_prompt_tells_of_slips_only_where_there_are_any():
-    assert "slippery" not in FrozenLake().prompt(row())[0]["content"]
-    assert "slippery" in FrozenLake(slip=0.1).prompt(row())[0]["content"]
-
-
-def test_prompt_tells_how_much_may_be_answered():
-    assert FrozenLake().prompt(row())[0]["content"].endswith("Give at most 10 actions.")
-    several = FrozenLake(multi_turn=True).prompt(row())[0]["content"]
-    assert several.endswith("You have 5 turns with at most 2 actions each.")
 
 
 def test_next_turn_tells_the_reward_the_turn_and_where_the_player_stands():
@@ -124,18 +95,6 @@ def test_rewards_of_several_turns(texts, success, episode_return, turns):
     assert [message is None for message in messages] == [False] * (turns - 1) + [begun.done]
 
 
-def test_an_invalid_turn_moves_nobody():
-    begun, (message,) = play(FrozenLake(size=3, multi_turn=True), answer("Fly", "Jump"))
-    assert begun.episode.position == (0, 0)
-    assert message.startswith("Invalid answer. Reward -0.1. Turn 2 of 5.\nP _ _\n")
-
-
-def test_a_partly_invalid_turn_is_told_and_moves_the_player():
-    begun, (message,) = play(FrozenLake(size=3, multi_turn=True), answer("Jump", "Right"))
-    assert begun.episode.position == (0, 1)
-    assert message.startswith("Partly invalid answer. Reward -0.1. Turn 2 of 5.\n_ P _\n")
-
-
 def test_actions_beyond_the_limit_are_ignored():
     plan = answer("Up", "Right", "Right", "Down", "Down", "Jump")
     assert score(FrozenLake(max_actions=5), plan) == [1.0]
@@ -143,64 +102,7 @@ def test_actions_beyond_the_limit_are_ignored():
     assert play(FrozenLake(max_actions=5), plan)[0].outcome.valid_turns == 1
 
 
-def test_reward_functions_carry_the_names_that_trl_logs():
-    env = FrozenLake()
-    assert [func.__name__ for func in env.reward_funcs] == ["frozen_lake_return"]
-    assert env.success_func.__name__ == "frozen_lake_success"
-
-
-def test_rewards_read_strings_messages_and_parsed_reasoning_alike():
-    plan = answer("Right", "Right", "Down", "Down")
-    parsed = {
-        "role": "assistant",
-        "reasoning_content": "A plan.",
-        "content": plan.removeprefix("<think>A plan.</think>"),
-    }
-    completions = [plan, [{"role": "assistant", "content": plan}], [parsed]]
-    rewards = FrozenLake().success_func(
-        prompts=[None] * 3, completions=completions, seed=[0] * 3, grid=["\n".join(LAKE)] * 3
-    )
-    assert rewards == [1.0, 1.0, 1.0]
-
-
-def test_thousands_of_rewards_a_second():
-    env = FrozenLake(slip=0.2)
-    rows = FrozenLake().demonstrations(1000, seed=0)  # as many answers as tasks: none is left out without slips
-    tasks = env.dataset(1000, seed=0)
-    columns = {"prompts": rows["prompt"][:], "completions": rows["completion"][:]}
-    start = time.perf_counter()
-    env.success_func(**columns, seed=tasks["seed"][:], grid=tasks["grid"][:])
-    env.reward_funcs[0](**columns, seed=tasks["seed"][:], grid=tasks["grid"][:])
-    assert time.perf_counter() - start < 5.0  # 2,000 rewards: 0.1 s on a quiet core
-
-
 # The floor: what a player gets who looks at nothing. Measured with 5,000 held-out maps; standard error 0.006.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("multi_turn", "floor"), [(False, 0.20), (True, 0.21)])
-def test_random_player_reaches_one_goal_in_five(multi_turn, floor):
-    env = FrozenLake(multi_turn=multi_turn)
-    rng = random.Random(0)
-    tasks = list(env.dataset(600, seed=0, split="test"))
-    plays = [env.play(task, rng) for task in tasks]
-    while going := [each for each in plays if not each.done]:
-        respond_all(going, [answer(*(p.episode.random_action(rng) for _ in range(env.max_actions))) for p in going])
-    assert sum(each.outcome.success for each in plays) / 600 == pytest.approx(floor, abs=0.04)
-
-
-# Slips
-
-
-def test_slips_go_sideways_as_often_as_gymnasium_says():
-    lake = ("FFF", "FSF", "FFG")
-    walks = [FrozenLakeEpisode(lake, slip=0.4, rng=random.Random(seed), show=str) for seed in range(4000)]
-    for walk in walks:
-        walk.step("Up")
-    share = {cell: sum(walk.position == cell for walk in walks) / 4000 for cell in [(0, 1), (1, 0), (1, 2)]}
-    assert share[0, 1] == pytest.approx(0.6, abs=0.03)
-    assert share[1, 0] == pytest.approx(0.2, abs=0.03)
-    assert share[1, 2] == pytest.approx(0.2, abs=0.03)
 
 
 @pytest.mark.parametrize("slip", [0.0, 0.02, 0.3, 1.0])
@@ -236,18 +138,6 @@ def test_slips_are_independent_between_members_of_a_group():
     assert_independent([score(env, answer("Right"), grid=CROSSING, seed=seed, count=8) for seed in range(400)])
 
 
-def test_slips_are_independent_between_tool_environments_that_are_used_again():
-    make = FrozenLake(slip=0.5, max_actions=1, protocol="tools").environment_factory
-    members = [make() for _ in range(8)]
-
-    def walk(member):
-        member.reset(**row(CROSSING))  # the same row again and again
-        member.move(["Right"])
-        return member.get_reward()
-
-    assert_independent([[walk(member) for member in members] for _ in range(400)])
-
-
 def test_slips_are_fresh_at_every_training_step_and_in_every_process(monkeypatch):
     env = FrozenLake(slip=0.5, max_actions=1)
 
@@ -262,15 +152,103 @@ def test_slips_are_fresh_at_every_training_step_and_in_every_process(monkeypatch
     assert draw() != here
 
 
-# Tools
+@pytest.mark.parametrize(
+    ("options", "digest"),
+    [
+        ({}, "594f303316d8f7a1"),
+        ({"size": 3}, "5bcd01091b59889c"),
+        ({"size": 7, "frozen": 0.65}, "ca8ae532f8b37936"),
+        ({"size": 10, "frozen": 1.0}, "188d3c7faa48407a"),
+        ({"frozen": 0.6, "max_actions": 5}, "701797d0fb3c9212"),
+        ({"multi_turn": True, "max_total_actions": 3}, "a85bdaac0abdf307"),
+    ],
+)
+def test_maps_of_a_seed_are_those_of_earlier_releases(options, digest):
+    env = FrozenLake(**options)
+    rows = [row for split in ("train", "test") for row in islice(env.tasks(0, split, None), 300)]
+    text = "\n\n".join(f"{row['seed']}\n{row['grid']}" for row in rows)
+    assert hashlib.sha256(text.encode()).hexdigest().startswith(digest)
 
 
-def test_the_tool_walks_and_answers_with_the_map():
-    lake = FrozenLake(size=3, multi_turn=True, protocol="tools").environment_factory()
-    assert lake.reset(**row(), prompt=[], unused="column") == "P _ _\n_ O _\n_ _ G"
-    assert lake.move(["Right", "Right", "Up"]) == "Reward 0.\n_ _ P\n_ O _\n_ _ G"
-    assert lake.move(["Sideways"]) == "Invalid answer. Reward -0.1.\n_ _ P\n_ O _\n_ _ G"
-    assert lake.move(["Down", "Down"]) == "Reward 1. The episode is over."
-    assert lake.get_reward() == pytest.approx(0.9)
-    assert lake.move(["Up"]) == "The episode is over."
-    assert lake.get_reward() == pytest.approx(0.9)
+@pytest.mark.parametrize(("size", "frozen"), [(3, 0.6), (4, 0.8), (4, 0.9), (7, 0.7), (10, 1.0)])
+def test_holes_are_where_gymnasium_puts_them(size, frozen):
+    for seed in range(60):
+        assert list(random_map(size, frozen, seed)) == generate_random_map(size, frozen, seed=seed)
+
+
+# Impossible maps
+
+
+def has_way(grid):
+    return find(grid, "S")[0] in distances_to_goal(grid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [(FrozenLake, {}), (FrozenLake, {"size": 3}), (FrozenLake, {"frozen": 1.0}), (RagenFrozenLake, {})],
+)
+def test_that_share_of_the_training_maps_has_no_way_and_held_out_maps_all_have_one(task, options):
+    env = task(impossible=0.7, **options)
+    grids = [tuple(row["grid"].split("\n")) for row in islice(env.tasks(0, "train", None), 400)]
+    assert sum(map(has_way, grids)) / 400 == pytest.approx(0.3, abs=0.08)
+    assert all(len(find(grid, symbol)) == 1 for grid in grids for symbol in "SG")
+    assert not any(held_out("\n".join(grid)) for grid in grids)
+    held = env.dataset(100, seed=0, split="test")
+    assert held.to_list() == task(**options).dataset(100, seed=0, split="test").to_list()
+
+
+def test_an_impossible_map_rewards_nobody_and_is_not_demonstrated():
+    env = FrozenLake(impossible=1.0)
+    for task in env.dataset(20, seed=0):
+        rng = random.Random(0)
+        for walk in (env.play(task, rng) for _ in range(20)):
+            walk.respond(walk.random_response(rng))
+            assert walk.outcome.episode_return == 0.0 and not walk.outcome.success
+    with pytest.raises(ValueError, match="the solver has solved none of 20 tasks"):
+        env.demonstrations(20, seed=0)
+    mixed = FrozenLake(impossible=0.5)
+    shown = mixed.demonstrations(40, seed=0)["prompt"]
+    solvable = [row["prompt"] for row in mixed.dataset(40, seed=0) if has_way(tuple(row["grid"].split("\n")))]
+    assert list(shown) == solvable
+
+
+@pytest.mark.parametrize("size", [3, 4, 7])
+@pytest.mark.parametrize("limits", [{"max_actions": 5}, {"multi_turn": True, "max_turns": 5, "max_actions": 1}])
+def test_every_map_has_one_start_one_goal_and_a_way_short_enough(size, limits):
+    for grid in grids_of(FrozenLake(size=size, **limits).dataset(100, seed=0)):
+        assert len(grid) == size and {len(line) for line in grid} == {size}
+        (start,) = find(grid, "S")
+        (_goal,) = find(grid, "G")
+        assert 1 <= distances_to_goal(grid)[start] <= 5
+
+
+def test_demonstrations_are_as_short_as_can_be():
+    env = FrozenLake(size=5)
+    rows = env.demonstrations(100, seed=1)
+    for grid, completion in zip(grids_of(env.dataset(100, seed=1)), rows["completion"], strict=True):
+        response = parse_response(completion_text(completion))
+        assert len(response.actions) == distances_to_goal(grid)[find(grid, "S")[0]]
+
+
+def test_demonstrations_reason_from_where_the_player_stands():
+    rows = FrozenLake(multi_turn=True, observation="coordinates").demonstrations(50, seed=0)
+    conversations = [[*row["prompt"], *row["completion"]] for row in rows]
+    turns = [pair for messages in conversations for pair in zip(messages[1::2], messages[2::2], strict=True)]
+    assert len(turns) > 50
+    for state, told in turns:
+        (shown,) = re.findall(r"P (\w+), G (\w+),", state["content"])
+        reasoning = parse_response(told["content"]).reasoning
+        assert reasoning.startswith(f"From {shown[0]} to {shown[1]}, ")
+
+
+def test_reasoning_names_ends_holes_between_and_cells_of_the_way():
+    lake = ("SHF", "FFF", "HFG")
+    path, _ = shortest_path(lake, (0, 0), random.Random(0))
+    assert explain(lake, path).startswith("From a1 to c3, holes b1 a3, path a1 a2 b2 ")
+
+
+def test_ties_between_shortest_ways_are_broken_at_random():
+    lake = ("SFF", "FFF", "FFG")
+    ways = {tuple(shortest_path(lake, (0, 0), random.Random(seed))[1]) for seed in range(200)}
+    assert len(ways) == 6  # two moves right and two down, in any order

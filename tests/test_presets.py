@@ -6,11 +6,15 @@ import random
 
 import pytest
 import yaml
+from conftest import need
 
-from ragen2_trl.envs import PRESETS, make_env
+from ragen2_trl.envs import ENVIRONMENTS, PRESETS, make_env, options_of, presets_of
 from ragen2_trl.envs.ragen2.protocol import TEXTS
+from ragen2_trl.envs.random_baseline import random_baseline
 
 COORDINATES = "Coordinates: \nBoard size: 6 rows x 6 cols (zero-indexed)."
+
+
 ROOMS = {
     123: "######/######/#O####/#XP###/#__###/######",
     124: "######/######/#O####/#X_###/#P####/######",
@@ -20,6 +24,8 @@ ROOMS = {
     10001: "######/#____#/#_OX_#/#_#P_#/######/######",
     10002: "######/######/#P####/#X__##/#O__##/######",
 }
+
+
 MAPS = {
     123: "____/__OP/G___/____",
     124: "O__G/____/____/_O_P",
@@ -29,7 +35,11 @@ MAPS = {
     10001: "_G__/___O/P_O_/____",
     10002: "_P__/G___/__O_/O___",
 }
+
+
 GRIDS = {"sokoban": ROOMS, "frozen_lake": MAPS}
+
+
 # SHA-256 of the grids of seeds 123 to 634, and of 10000 to 10799, joined by empty lines.
 HASHES = {
     "sokoban": (
@@ -41,6 +51,8 @@ HASHES = {
         "7a932d4dd1df2d93d027d3b637594d94befa813d1cac1de51acbcb43d5e80607",
     ),
 }
+
+
 # Texts that are short and told apart, for whoever looks at the layout.
 MARKS = {
     "helper": "Helper. ",
@@ -52,8 +64,14 @@ MARKS = {
     "format": "Format {format}. ",
     "length": "Length.",
 }
+
+
 FORM = "Format <think> [Your thoughts] </think> <answer> [your answer] </answer>. Length."
+
+
 GRIDDED = ["sokoban", "frozen_lake"]
+
+
 WITH_RAGEN2 = sorted(PRESETS["ragen2"])
 
 
@@ -79,13 +97,6 @@ def said(*actions):
 
 
 # Content
-
-
-@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in GRIDDED for seed in GRIDS[name]])
-def test_check_grids_of_the_reference_come_out(name, seed):
-    assert numbered_play(ragen2(name, observation="grid"), seed).episode.observation() == GRIDS[name][seed].replace(
-        "/", "\n"
-    )
 
 
 def test_the_check_grid_of_the_larger_room_comes_out():
@@ -118,14 +129,6 @@ def test_reference_splits_are_numbered_from_10000_and_123(name):
         for row in rows:
             shown = env.episode(row, random.Random(0)).observation()
             assert shown == GRIDS[name].get(row["seed"], shown.replace("\n", "/")).replace("/", "\n")
-
-
-@pytest.mark.parametrize("name", [*GRIDDED, "bandit"])
-def test_held_out_tasks_stay_the_default(name):
-    env = ragen2(name)
-    train, test = ({row["prompt"][-1]["content"] for row in env.dataset(60, 0, split)} for split in ("train", "test"))
-    assert train and test and not train & test
-    assert env.dataset(3, seed=0).to_list() != env.dataset(3, seed=1).to_list()
 
 
 # Layout
@@ -221,8 +224,6 @@ def test_symbols_that_cannot_be_told_apart_are_refused(symbols):
     with pytest.raises(ValueError, match="symbols must be 7 different ones, none a space, in place of"):
         ragen2("sokoban", symbols=symbols)
 
-
-# Rules, rewards, success
 
 # Response, turn reward as told, penalty, whether warned, actions used, whether the episode is over. In room 125 the
 # player can go up once and then pushes the box onto no target; two actions a turn.
@@ -320,8 +321,106 @@ def test_bandit_pays_as_the_reference_and_success_is_the_bold_arm():
     assert (len(names["train"]), len(names["test"])) == (24, 16) and "Cryptominer" in names["train"]
 
 
-@pytest.mark.parametrize("name", GRIDDED)
-def test_a_frozen_lake_slips_and_a_room_is_shown_as_it_is_asked_for(name):
-    env = ragen2(name, **({"slip": 0.5} if name == "frozen_lake" else {"observation": "coordinates"}))
-    shown = numbered_play(env, 123).episode.observation()
-    assert ("Grid Map" in shown) == (name == "frozen_lake")
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sokoban", {"preset": "paper"}, r"preset must be one of \['ragen2'\], got 'paper'"),
+        ("sokoban", {"max_turns": 3}, r"options of sokoban with preset='ragen2' must .*, got \['max_turns'\]"),
+        ("sokoban", {"protocol": "tools"}, r"options of sokoban with preset='ragen2' must .*, got \['protocol'\]"),
+        ("frozen_lake", {"frozen": 0.8}, r"options of frozen_lake with preset='ragen2' must .*, got \['frozen'\]"),
+        ("countdown", {"operators": "+-"}, r"with preset='ragen2' must .*, got \['operators'\]"),
+        ("bandit", {"multi_turn": True}, r"multi_turn must be one of \[None, False\], got True"),
+        ("sokoban", {"observation": "image"}, r"observation must be one of .*, got 'image'"),
+        ("sokoban", {"split": "train"}, r"split must be one of \['held_out', 'ragen2'\], got 'train'"),
+        ("sokoban", {"wind": 1}, r"must be among \['search_depth', .*'size', .*'preset'\], got \['wind'\]"),
+        ("sokoban", {"prompts": "nowhere.yaml"}, "nowhere.yaml"),
+    ],
+)
+def test_what_contradicts_a_preset_is_named_in_one_line(name, options, message):
+    with pytest.raises((ValueError, OSError), match=message) as raised:
+        make_env(name, **{"preset": "ragen2", **options})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("helper: a\nwarnings: b", r"keys of prompts must be among \['helper', .*\], got \['warnings'\]"),
+        ("- a", "prompts must hold texts by the keys"),
+        ("helper: 7", "prompts must hold texts by the keys"),
+        ("helper: [", "prompts must be a YAML or JSON file"),
+    ],
+)
+def test_prompts_of_another_form_are_refused_in_one_line(tmp_path, content, message):
+    path = tmp_path / "prompts.yaml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message) as raised:
+        ragen2("sokoban", prompts=str(path))
+    assert "\n" not in str(raised.value)
+
+
+def test_what_belongs_to_the_protocol_is_no_option_of_the_task():
+    with pytest.raises(ValueError, match=r"options of sokoban must be among .*, got \['prompts', 'split'\]"):
+        make_env("sokoban", prompts="texts.yaml", split="ragen2")
+    with pytest.raises(ValueError, match="force_think with protocol='tools' must be one of"):
+        make_env("sokoban", protocol="tools", force_think=True)
+
+
+def test_a_preset_cannot_be_served():
+    need("openenv")
+    from ragen2_trl.openenv import server
+
+    with pytest.raises(ValueError, match=r"env must be made without \['preset'\], which clients do not learn of"):
+        server.make_server(ragen2("sokoban"))
+    with pytest.raises(ValueError, match=r"env must be made without \['force_think'\]"):
+        server.make_server(make_env("sokoban", force_think=True))
+
+
+@pytest.mark.parametrize("name", ["countdown", "frozen_lake"])
+def test_numbered_tasks_are_never_made_impossible(name):
+    options = {"data": "rows"} if name == "countdown" else {}
+    with pytest.raises(ValueError, match=r"impossible with split='ragen2' must be one of \[0.0\], got 0.5"):
+        ragen2(name, impossible=0.5, split="ragen2").dataset(1, **options)
+
+
+# The random baseline
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "floor"), [("sokoban", 0.178), ("frozen_lake", 0.245)])
+def test_the_random_baseline_of_ragens_validation_is_the_one_that_was_measured(name, floor):
+    env = ragen2(name, split="ragen2")
+    assert random_baseline(env, env.dataset(512, split="test"), samples=8) == pytest.approx(floor, abs=0.02)
+
+
+# The command line
+
+
+def test_the_list_of_tasks_names_options_and_presets(capsys, monkeypatch):
+    from ragen2_trl.cli.arguments import EnvironmentArguments
+    from ragen2_trl.cli.envs import main
+    from ragen2_trl.cli.typed import InputError
+
+    monkeypatch.setenv("COLUMNS", "300")
+    main([])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ENVIRONMENTS) and "impossible" in shown and "ragen2" in shown
+    for name in ENVIRONMENTS:
+        main([name])
+        shown = capsys.readouterr().out
+        for table, task in zip(
+            shown.split("with preset="),
+            (ENVIRONMENTS[name], *(PRESETS[preset][name] for preset in presets_of(name))),
+            strict=True,
+        ):
+            for option in options_of(task):
+                (row,) = [line for line in table.splitlines() if line.startswith(f"│ {option} ")]
+                assert len(row.split("│")[3].strip()) > 20, (task, option)  # it says what the option is
+    with pytest.raises(InputError, match=r"environment must be one of .*, got 'chess'"):
+        main(["chess"])
+    arguments = EnvironmentArguments(env_name="sokoban", env_args=["preset=ragen2", "observation=grid"])
+    env = arguments.make_env()
+    assert (env.preset, env.observation) == ("ragen2", "grid")

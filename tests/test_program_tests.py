@@ -7,9 +7,8 @@ import pytest
 
 from ragen2_trl.envs.deepcoder.program_tests import (
     MAX_KEPT_CHARS,
-    CallCase,
+    Case,
     CaseResult,
-    StdinCase,
     run_tests,
     same_output,
     same_value,
@@ -29,14 +28,14 @@ def verdicts(*args, **kwargs):
 
 
 def test_scripts_are_judged_by_what_they_print(sandbox):
-    cases = [StdinCase("1 2", "3\n"), StdinCase("2 2", "4"), StdinCase("2 2", "5"), StdinCase("x", "1")]
+    cases = [Case("1 2", "3\n"), Case("2 2", "4"), Case("2 2", "5"), Case("x", "1")]
     program = "print(sum(map(int, input().split())), ' ')"
     assert verdicts(sandbox, program, cases) == ["passed", "passed", "wrong", "error"]
 
 
 def test_a_result_quotes_what_came_instead(sandbox):
     program = "n = int(input())\nprint(n * 'ab')\nassert n < 3, 'too large'\nprint(1 // n)"
-    cases = [StdinCase(given, "ab\n1") for given in ("1", "2", "0", "3", "x")]
+    cases = [Case(given, "ab\n1") for given in ("1", "2", "0", "3", "x")]
     assert run_tests(sandbox, program, cases) == [
         CaseResult("passed", "ab\n1\n"),
         CaseResult("wrong", "abab\n0\n"),
@@ -44,14 +43,14 @@ def test_a_result_quotes_what_came_instead(sandbox):
         CaseResult("error", "ababab\n", "AssertionError: too large"),
         CaseResult("error", "", "ValueError: invalid literal for int() with base 10: 'x'"),
     ]
-    assert run_tests(sandbox, "def f(x):\n    print('debug')\n    return [x]", [CallCase("f", [1], 1)]) == [
+    assert run_tests(sandbox, "def f(x):\n    print('debug')\n    return [x]", [Case([1], 1, "f")]) == [
         CaseResult("wrong", "[1]")
     ]
 
 
 def test_a_result_keeps_little_of_what_a_program_floods_with(sandbox):
     program = "import sys\nprint('x' * 100_000)\nsys.exit('y' * 100_000)"
-    (result,) = run_tests(sandbox, program, [StdinCase("", "")])
+    (result,) = run_tests(sandbox, program, [Case("", "")])
     assert (result.got, result.error) == ("x" * MAX_KEPT_CHARS, "y" * MAX_KEPT_CHARS)
 
 
@@ -64,7 +63,7 @@ def test_a_result_keeps_little_of_what_a_program_floods_with(sandbox):
     ],
 )
 def test_functions_and_methods_are_judged_by_what_they_return(sandbox, program):
-    assert verdicts(sandbox, program, [CallCase("add", [1, 2], 3), CallCase("add", [1, 2], 4)]) == ["passed", "wrong"]
+    assert verdicts(sandbox, program, [Case([1, 2], 3, "add"), Case([1, 2], 4, "add")]) == ["passed", "wrong"]
 
 
 CHEATS = {
@@ -90,16 +89,37 @@ CHEATS = {
 
 @pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS)
 def test_no_cheat_passes(sandbox, program):
-    assert verdicts(sandbox, "def f(x): return 2 * x", [CallCase("f", [2], 4)]) == ["passed"]
-    assert verdicts(sandbox, program, [CallCase("f", [2], 4)])[0] in ("wrong", "error")
+    assert verdicts(sandbox, "def f(x): return 2 * x", [Case([2], 4, "f")]) == ["passed"]
+    assert verdicts(sandbox, program, [Case([2], 4, "f")])[0] in ("wrong", "error")
 
 
-def test_leaving_early_with_success_passes_no_script(sandbox):
-    assert verdicts(sandbox, "import os; os._exit(0)", [StdinCase("", "4")]) == ["wrong"]
+SCRIPT_CHEATS = {
+    "leaves early": "import sys\nsys.exit(0)",
+    "leaves at once": "import os; os._exit(0)",
+    "prints verdicts": "print('passed')\nprint('True')\nprint('1.0')",
+    "prints many answers": "print('\\n'.join(map(str, range(-10, 70_000))))",
+    "patches the checker": """
+import builtins, json, sys
+class Equal(str):
+    def __eq__(self, other): return True
+    def __hash__(self): return 0
+json.dumps = json.dump = lambda *given, **named: None
+builtins.str = Equal
+for name in list(sys.modules):
+    if "ragen" in name or "sandbox" in name:
+        sys.modules[name].same_output = lambda *given: True
+print(Equal("?"))
+""",
+}
 
 
-@pytest.mark.parametrize("form", [StdinCase, CallCase])
-def test_expected_values_are_nowhere_inside(sandbox, form):
+@pytest.mark.parametrize("program", SCRIPT_CHEATS.values(), ids=SCRIPT_CHEATS)
+def test_no_cheat_of_a_script_passes(sandbox, program):
+    assert verdicts(sandbox, program, [Case("", "4")]) == ["wrong"]
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_expected_values_are_nowhere_inside(sandbox, called):
     """The program dumps every byte of its memory and all it can read that carries the needle's prefix."""
     needle = f"needle-{uuid.uuid4().hex}"
     program = """
@@ -118,10 +138,10 @@ if __name__ == "__main__":
     search(input())
 """
     canary = "canary-0123"  # the search finds what is inside
-    if form is StdinCase:
-        outcome, case = sandbox.run(program, canary), StdinCase(canary, needle)
+    if not called:
+        outcome, case = sandbox.run(program, canary), Case(canary, needle)
     else:
-        outcome, case = sandbox.run(program, call=("search", [canary])), CallCase("search", [canary], needle)
+        outcome, case = sandbox.run(program, call=("search", [canary])), Case([canary], needle, "search")
     seen = []
     spy = Sandbox(sandbox.limits)
     spy.run = lambda *args, **kwargs: seen.append(sandbox.run(*args, **kwargs)) or seen[-1]
@@ -133,12 +153,12 @@ if __name__ == "__main__":
 
 def test_cases_learn_nothing_of_each_other(sandbox):
     program = "import os\ndef f(x):\n    known = os.listdir()\n    open(str(x), 'w').close()\n    return known"
-    assert verdicts(sandbox, program, [CallCase("f", [n], []) for n in range(3)]) == ["passed"] * 3
+    assert verdicts(sandbox, program, [Case([n], [], "f") for n in range(3)]) == ["passed"] * 3
 
 
 def test_all_cases_share_their_cpu_time(sandbox):
     program = "n = int(input())\nwhile n: pass\nprint(n)"
-    cases = [StdinCase("0", "0"), *(StdinCase("1", "1") for _ in range(20))]
+    cases = [Case("0", "0"), *(Case("1", "1") for _ in range(20))]
     runs = []
     spy = Sandbox(sandbox.limits)
     spy.run = lambda *args, **kwargs: runs.append(sandbox.run(*args, **kwargs)) or runs[-1]
@@ -148,12 +168,12 @@ def test_all_cases_share_their_cpu_time(sandbox):
 
 def test_waiting_takes_none_of_the_cpu_time(sandbox):
     program = "import time\ntime.sleep(0.2)\nprint(input())"
-    assert verdicts(sandbox, program, [StdinCase("1", "1")] * 3, cpu_seconds=0.3) == ["passed"] * 3
+    assert verdicts(sandbox, program, [Case("1", "1")] * 3, cpu_seconds=0.3) == ["passed"] * 3
 
 
 def test_cases_that_wait_share_ten_times_the_cpu_time_of_the_wall_clock(sandbox):
     program = "import time\ntime.sleep(1.5)\nprint(input())"
-    assert verdicts(sandbox, program, [StdinCase("1", "1")] * 5, cpu_seconds=0.2) == ["passed"] + ["timeout"] * 4
+    assert verdicts(sandbox, program, [Case("1", "1")] * 5, cpu_seconds=0.2) == ["passed"] + ["timeout"] * 4
 
 
 def test_after_a_case_that_waited_for_ever_no_other_is_run():
@@ -162,7 +182,7 @@ def test_after_a_case_that_waited_for_ever_no_other_is_run():
     runs = []
     run = short.run
     short.run = lambda *args, **kwargs: runs.append(run(*args, **kwargs)) or runs[-1]
-    assert verdicts(short, program, [StdinCase(n, n) for n in "01000"]) == ["passed"] + ["timeout"] * 4
+    assert verdicts(short, program, [Case(n, n) for n in "01000"]) == ["passed"] + ["timeout"] * 4
     assert [run.ended for run in runs] == ["exit", "wall"]
 
 
@@ -194,7 +214,7 @@ def deep(n):
 def f():
     return {result}
 """
-    assert verdicts(sandbox, program, [CallCase("f", [], expected)]) == [verdict]
+    assert verdicts(sandbox, program, [Case([], expected, "f")]) == [verdict]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +223,7 @@ def f():
 def test_what_is_no_json_value_is_an_error(sandbox, text):
     """Written straight to the channel, which no library inside can keep from happening."""
     program = f"import os\nwith open(3, 'w') as channel: channel.write({text!r})\nos._exit(0)"
-    assert verdicts(sandbox, program, [CallCase("f", [], 1)]) == ["error"]
+    assert verdicts(sandbox, program, [Case([], 1, "f")]) == ["error"]
 
 
 def test_tolerance_is_for_fractions_alone():

@@ -1,11 +1,11 @@
-"""The search in this process: text from outside, BM25, and corpora."""
+"""Search engines: text from outside, BM25 in this process, corpora, and a server that misbehaves."""
 
-import logging
-import random
 import re
-import string
+import socket
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +13,20 @@ from growth import growth
 from hypothesis import given
 from hypothesis import strategies as st
 from passages import PASSAGES, titles, write_jsonl
+from retrieval_servers import (
+    cut_off,
+    drip,
+    garbage,
+    reset,
+    server_fixture,  # noqa: F401
+    slow,
+    status,
+)
 
+from ragen2_trl.envs.ragen2.search_qa import RagenRetriever
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.search_qa.passages import Passage, PassageTable, passage_of
+from ragen2_trl.envs.search_qa.http_retrieval import HTTPRetriever, RetrievalError
+from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS, Passage, PassageTable, passage_of
 from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, open_corpus
 
 # Text from outside
@@ -37,11 +48,6 @@ def test_marks_that_a_removal_would_join_do_not_appear():
         assert plain_text(f"[{cut}INST]") == "[ INST]"
 
 
-def test_ordinary_text_is_left_as_it_is():
-    text = "Ángström (b. 1814) wrote: 2 < 3, [citation needed], 5 > 4; नमस्ते, می‌خواهم"
-    assert plain_text(text) == text
-
-
 @pytest.mark.parametrize(
     "piece", ["A", "[A", "[AA", "[", "<", "<a", "[/", "a ", "\x00", "\ud800", "[a]", "<a>", "\u0661", "[A_"]
 )
@@ -50,13 +56,6 @@ def test_cleaning_is_linear_in_the_text(piece):
         return "[" + piece * size
 
     assert growth(plain_text, hostile, 4000) < 24  # 8 times as much text; the square would be 64
-
-
-@given(st.text("[]/AaB<>|_ \x00", max_size=200))
-def test_what_is_in_brackets_is_a_mark_if_two_capitals_are(text):
-    slow = re.compile(r"\[(?=/?\w*[A-Z]{2}\w*\])")  # quadratic, which does no harm here
-    words = [word for word in re.findall(r"\w+", text) if len(word) > 60]
-    assert words or not slow.search(plain_text(text))
 
 
 @given(st.text(st.characters()) | st.text("<|>a\x00"))
@@ -70,12 +69,6 @@ def test_plain_text_can_always_be_encoded_stands_on_one_line_and_has_no_mark(tex
 def test_both_forms_of_a_corpus_are_read():
     assert passage_of({"id": "0", "contents": '"Belmin"\nA town.\nIn Ruk.'}) == Passage("Belmin", "A town.\nIn Ruk.")
     assert passage_of({"title": "Belmin", "text": "A town."}) == Passage("Belmin", "A town.")
-
-
-@pytest.mark.parametrize("row", [{}, {"title": "a"}, {"title": "a", "text": None}, "a", None, {"contents": 3}])
-def test_other_rows_are_named(row):
-    with pytest.raises(ValueError, match="a passage must have texts 'title' and 'text', or 'contents', got"):
-        passage_of(row)
 
 
 # BM25
@@ -93,29 +86,6 @@ def test_the_best_passage_comes_first_and_those_without_a_word_are_left_out():
         [],
     ]
     assert titles(retriever.search(["river belmin"], 1)) == [["Belmin"]]
-
-
-def test_scores_agree_with_the_formula_of_bm25():
-    rng = random.Random(0)
-    words = [f"w{number}" for number in range(30)]
-    documents = [[rng.choice(words) for _ in range(rng.randint(1, 40))] for _ in range(200)]
-    retriever = BM25Retriever.build([Passage(str(i), " ".join(words)) for i, words in enumerate(documents)])
-    documents = [[str(i), *words] for i, words in enumerate(documents)]  # titles are searched, too
-    mean = np.mean([len(words) for words in documents])
-    query = ["w3", "w7", "w7", "w20"]
-
-    def score(document):
-        total = 0.0
-        for word in query:
-            frequency = sum(word in other for other in documents)
-            idf = np.log(1 + (200 - frequency + 0.5) / (frequency + 0.5))
-            count = document.count(word)
-            total += idf * count / (count + 1.5 * (0.25 + 0.75 * len(document) / mean))
-        return total
-
-    expected = sorted((-score(document), number) for number, document in enumerate(documents))
-    (found,) = retriever.search([" ".join(query)], 20)
-    assert [int(passage.title) for passage in found] == [number for _, number in expected[:20]]
 
 
 @pytest.mark.parametrize("k", [1, 3, 7, 10, 50])
@@ -141,31 +111,6 @@ def test_a_saved_index_is_memory_mapped_and_finds_the_same(tmp_path):
     assert loaded.search(queries, 5) == built.search(queries, 5)
     loaded.save(tmp_path / "copy")
     assert BM25Retriever.load(tmp_path / "copy").search(queries, 5) == built.search(queries, 5)
-
-
-def test_threads_find_what_one_thread_finds(tmp_path):
-    rng = random.Random(0)
-    words = ["".join(rng.choices(string.ascii_lowercase, k=4)) for _ in range(300)]
-    passages = [Passage(f"p{i}", " ".join(rng.choices(words, k=40))) for i in range(500)]
-    BM25Retriever.build(passages).save(tmp_path / "index")
-    retriever = BM25Retriever.load(tmp_path / "index")
-    queries = [" ".join(rng.choices(words, k=3)) for _ in range(200)]
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda query: retriever.search([query], 5)[0], queries))
-    assert found == retriever.search(queries, 5)
-
-
-def test_a_long_query_is_cut(tmp_path):
-    retriever = BM25Retriever.build(PASSAGES)
-    start = time.thread_time()
-    assert titles(retriever.search(["zebra " * 1_000_000 + "belmin"], 5)) == [[]]
-    assert time.thread_time() - start < 0.05
-
-
-def test_small_indices_say_nothing_to_the_log(caplog):
-    with caplog.at_level(logging.INFO):
-        BM25Retriever.build(PASSAGES).search(["belmin", ""], 5)
-    assert not caplog.records
 
 
 # Corpora
@@ -211,11 +156,6 @@ def test_processes_that_start_together_build_one_index(tmp_path, monkeypatch):
     assert all(titles(each) == [["Mira Tavok"]] for each in found)
 
 
-def test_an_index_folder_is_opened(tmp_path):
-    BM25Retriever.build(PASSAGES).save(tmp_path / "index")
-    assert titles(open_corpus(str(tmp_path / "index")).search(["tavok"], 5)) == [["Mira Tavok"]]
-
-
 def test_what_is_no_corpus_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"corpus must be a URL, an index folder or a file of passages, got '/no"):
         open_corpus("/nowhere/wiki.jsonl")
@@ -224,3 +164,157 @@ def test_what_is_no_corpus_is_named(tmp_path):
     wrong = write_jsonl(tmp_path / "wrong.jsonl", [{"name": "a", "body": "b"}])
     with pytest.raises(ValueError, match=r"a passage must have texts 'title' and 'text', or 'contents', got"):
         open_corpus(wrong, tmp_path / "cache")
+
+
+def drips(*before: bytes, piece: bytes):
+    """Sends `before` and then a piece now and then, for two seconds, and then a right answer would follow."""
+
+    def fault(handler):
+        for part in (*before, *[piece] * 40):
+            handler.wfile.write(part)
+            time.sleep(0.05)
+
+    return fault
+
+
+HEADERS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n"
+
+
+DRIPS = {
+    "status": drips(piece=b"H"),
+    "headers": drips(HEADERS, piece=b"X: y\r\n"),
+    "continue": drips(piece=b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "chunk size": drips(HEADERS + b"\r\n", piece=b"0"),
+    "body": drips(HEADERS + b"\r\n", piece=b"1\r\n \r\n"),
+}
+
+
+def client(server, **options):
+    return HTTPRetriever(server.url, **{"timeout": 10, "retries": 2, "backoff": 0.01, **options})
+
+
+def test_a_server_is_asked_in_the_words_of_search_r1(server):
+    found = client(server).search(["tavok", "osk"], 2)
+    assert found == BM25Retriever.build(PASSAGES).search(["tavok", "osk"], 2)
+    ((path, headers, body),) = server.requests
+    assert path == "/retrieve"
+    assert headers["Content-Type"] == "application/json"
+    assert body == {"queries": ["tavok", "osk"], "topk": 2, "return_scores": True}
+
+
+def test_a_server_is_asked_in_the_words_of_ragen(server):
+    found = RagenRetriever(server.url, retries=0).search(["tavok", "osk"], 2)
+    assert found == BM25Retriever.build(PASSAGES).search(["tavok", "osk"], 2)
+    assert [body for _, _, body in server.requests] == [{"query": "tavok", "top_k": 2}, {"query": "osk", "top_k": 2}]
+
+
+@pytest.mark.parametrize("fault", [status(500), status(503), reset, slow, cut_off, drip])
+def test_passing_faults_are_survived(server, fault):
+    server.faults = [fault, fault]
+    patience = {"timeout": 0.5} if fault in (slow, drip) else {}
+    assert titles(client(server, **patience).search(["tavok"], 5)) == [["Mira Tavok"]]
+    assert len(server.requests) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (status(500), "status 500"),
+        (reset, "ReadError|RemoteProtocolError"),
+        (slow, "TimeoutError"),
+        (drip, "TimeoutError"),
+        (cut_off, "RemoteProtocolError"),
+    ],
+)
+def test_lasting_faults_end_in_an_error_with_address_and_cause(server, fault, cause):
+    server.faults = [fault] * 3
+    with pytest.raises(RetrievalError, match=rf"{server.url}/retrieve did not answer in 3 tries, the last: ({cause})"):
+        client(server, **({"timeout": 0.5} if fault in (slow, drip) else {})).search(["tavok"], 5)
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("code", [400, 401, 404, 429, 301])
+def test_a_refusal_is_not_tried_again(server, code):
+    server.faults = [status(code)]
+    with pytest.raises(RetrievalError, match=f"refused: status {code}"):
+        client(server).search(["tavok"], 5)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"<html>",
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"result": ' + b"1" * 10_000 + b"}",
+        b"null",
+        b'{"result": null}',
+        b'{"result": [null]}',
+        b'{"result": [[{"score": 1}]]}',
+        b'{"result": [[{"document": {"contents": 3}}]]}',
+        b'{"result": [[{"document": {"contents": "a"}, "score": 1' + b"0" * 400 + b"}]]}",
+        b'{"result": [{"document": "a"}]}',
+    ],
+)
+def test_an_answer_of_another_form_is_an_error_at_once(server, data):
+    server.faults = [garbage(data)]
+    with pytest.raises(RetrievalError, match="answered in another form"):
+        client(server).search(["tavok"], 5)
+    assert len(server.requests) == 1
+
+
+def test_a_huge_answer_is_not_read(server):
+    server.faults = [garbage(b" " * 3_000_000)]
+    with pytest.raises(RetrievalError, match="answered with more than 1000000 bytes"):
+        client(server, max_bytes=1_000_000).search(["tavok"], 5)
+    assert len(server.requests) == 1
+
+
+def test_tries_are_spaced_by_a_growing_pause(server, monkeypatch):
+    pauses = []
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)  # for this module only
+    monkeypatch.setattr("ragen2_trl.envs.search_qa.http_retrieval.time", clock)
+    server.faults = [status(500)] * 4
+    with pytest.raises(RetrievalError):
+        client(server, retries=3, backoff=0.5).search(["tavok"], 5)
+    assert pauses == [0.5, 1.0, 2.0]
+
+
+def test_credentials_are_sent_and_never_shown(server):
+    url = server.url.replace("http://", "http://ann:se%20cret@") + "/find?key=hid den"
+    retriever = HTTPRetriever(url, retries=0)
+    assert titles(retriever.search(["tavok"], 5)) == [["Mira Tavok"]]
+    ((path, headers, _),) = server.requests
+    assert path == "/find?key=hid%20den"
+    assert headers["Authorization"] == "Basic YW5uOnNlIGNyZXQ="
+    for fault in (status(500), status(403), reset, garbage(b"x"), garbage(b" " * 9_000_000)):
+        server.faults = [fault]
+        with pytest.raises(RetrievalError, match=f"{server.url}/find") as caught:
+            retriever.search(["tavok"], 5)
+        shown = "".join(traceback.format_exception(caught.value))
+        assert not any(secret in shown for secret in ("cret", "hid", "ann:", "YW5u"))
+
+
+def test_a_server_that_is_not_there_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RetrievalError, match=f"{url}/retrieve did not answer in 2 tries.*ConnectError"):
+            HTTPRetriever(url, retries=1, backoff=0).search(["tavok"], 5)
+
+
+def test_any_query_can_be_sent(server):
+    retriever = client(server)
+    for query in ("\ud800", "\x00", '"}', "é" * 10_000, ""):
+        assert titles(retriever.search([query], 5)) == [[]]
+    assert max(len(body["queries"][0]) for _, _, body in server.requests) == MAX_QUERY_CHARS
+
+
+@pytest.mark.parametrize("where", DRIPS)
+def test_a_try_has_one_deadline_wherever_a_server_drips(server, where):
+    server.faults = [DRIPS[where]]
+    with pytest.raises(RetrievalError, match="the last: TimeoutError"):
+        client(server, timeout=0.5, retries=0).search(["tavok"], 5)

@@ -99,7 +99,7 @@ def test_hostile_texts_are_kept_line_by_line_and_without_credentials(tmp_path):
 def test_tool_calls_and_pictures_become_messages(tmp_path):
     rows, plays = played([])
     plays[0].take(["Up"])
-    plays[0].record(["Up"], reply="Reward 0.")
+    plays[0].turns[0].reply = "Reward 0."
     call = {
         "role": "assistant",
         "tool_calls": [{"type": "function", "function": {"name": "move", "arguments": {"directions": ["Up"]}}}],
@@ -124,7 +124,7 @@ def test_tool_calls_and_pictures_become_messages(tmp_path):
 def test_numbers_that_no_json_has_are_missing(tmp_path):
     broken = replace(records(["?"])[0], episode_return=math.nan)
     rows, plays = played(["?"])
-    plays[0].turn_rewards[0] = math.inf
+    plays[0].turns[0].reward = math.inf
     assert episodes_of(rows["prompt"][:], rows["seed"][:], plays)[0].episode_return is None
     path = save_episodes(tmp_path, [replace(broken, episode_return=None)])
     assert json.loads(path.with_suffix(".jsonl").read_text())["return"] is None

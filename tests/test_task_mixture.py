@@ -154,14 +154,6 @@ def test_rows_of_other_tasks_and_data_are_refused():
         mixture.dataset(1)
 
 
-def test_an_unknown_task_stops_training_before_it_begins(capsys, tmp_path):
-    on_cpu = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path / "run")]
-    with pytest.raises(SystemExit):
-        main(["train", "--model", "tiny", "--env_name", "sokoban,chess", *on_cpu])
-    assert "environment must be one of" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.slow
 def test_a_run_of_two_tasks_has_a_summary_of_each(tmp_path):
     main(

@@ -1,18 +1,30 @@
-"""WebShop: its score term by term, its pages, its tools, and hostile text."""
+"""WebShop: its score, its pages, its goals, generated and from WebShop's own files, and hostile text."""
 
 import itertools
+import json
 import random
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from webshop_visits import GOAL, JACKET, LAMP, RIGHT, answer, do, shop
+from webshop_visits import GOAL, JACKET, LAMP, RIGHT, answer, do, shop, solve
 
 from ragen2_trl.envs.play import INVALID_REWARD
-from ragen2_trl.envs.webshop.catalogue import MAX_RESULTS, NO_LIMIT, fits, price_limit, score, type_factor
+from ragen2_trl.envs.webshop.catalogue import (
+    MAX_RESULTS,
+    NO_LIMIT,
+    Goal,
+    fits,
+    price_limit,
+    score,
+    tokens,
+    type_factor,
+)
 from ragen2_trl.envs.webshop.environment import WebShop
-from ragen2_trl.envs.webshop.files import clean
+from ragen2_trl.envs.webshop.files import clean, load_catalogue, load_goals, split_goals
+from ragen2_trl.envs.webshop.generator import _ACCESSORIES, _DEPARTMENTS, generate_catalogue
 
 # The score
 
@@ -35,19 +47,6 @@ from ragen2_trl.envs.webshop.files import clean
 )
 def test_score_is_the_share_of_wishes_that_are_met(product, chosen, goal, expected):
     assert score(product, chosen, goal, JACKET) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("title", "query", "category", "expected"),
-    [
-        ("Alora Rain Jacket", "x", "Y", 1.0),  # 3 of 3 words
-        ("Jacket", "x", "Y", 1.0),  # 1 of 3
-        ("Waterproof Lamp", "rain jacket", JACKET.category, 0.0),  # attributes say nothing of the type
-        ("Table Lamp", "rain jacket", JACKET.category, 0.0),  # as in the original, not even for the same query
-    ],
-)
-def test_type_is_told_by_title_query_and_category(title, query, category, expected):
-    assert type_factor(replace(JACKET, title=title, query=query, category=category), JACKET) == expected
 
 
 @pytest.mark.parametrize(
@@ -77,16 +76,6 @@ def test_options_fit_by_name_but_sizes_only_to_the_letter():
     assert not fits("size", "large", "x-large")
 
 
-def test_a_wrong_choice_earns_nothing_even_where_the_text_names_it():
-    red_in_text = replace(JACKET, description="Comes in navy blue.")
-    assert score(red_in_text, {"color": "navy blue", "size": "small"}, GOAL, JACKET) == pytest.approx(4 / 5)
-
-
-def test_no_number_of_choices_counts_for_one_wish():
-    goal = replace(GOAL, options=("red",))
-    assert score(JACKET, {"color": "red", "trim": "red", "lining": "red"}, goal, JACKET) == 1.0
-
-
 def test_price_limit_is_the_larger_of_two_steps_above_the_price():
     rng = random.Random(0)
     assert {price_limit(45.0, rng) for _ in range(200)} == {60.0, 70.0, 80.0}
@@ -111,12 +100,6 @@ def test_a_visit_goes_from_search_to_purchase():
     assert do(episode, "click[small]", "click[buy now]") == [0.0, 1.0]
     assert episode.done
     assert episode.success
-
-
-def test_a_second_choice_of_a_kind_replaces_the_first():
-    episode = shop()
-    do(episode, "search[rain]", "click[b00001]", "click[navy blue]", "click[red]", "click[small]")
-    assert do(episode, "click[buy now]") == [1.0]
 
 
 def test_leaving_a_product_forgets_what_was_chosen():
@@ -149,14 +132,6 @@ def test_results_are_shown_page_by_page():
     assert episode.observation() == first
 
 
-def test_a_search_without_a_word_of_the_shop_finds_nothing():
-    episode = shop()
-    for query in ("zzz", "the", "?!", "\ud800"):
-        do(episode, f"search[{query}]")
-        assert "Nothing found." in episode.observation()
-    assert episode.buttons() == ["back to search"]
-
-
 @pytest.mark.parametrize(
     "action",
     [
@@ -179,24 +154,6 @@ def test_what_the_search_page_does_not_offer_is_an_invalid_turn(action):
     play.respond(answer(action))
     assert play.outcome.episode_return == INVALID_REWARD
     assert play.episode.observation() == before
-
-
-def test_a_purchase_ends_the_visit_and_so_does_the_last_turn():
-    env = WebShop()
-    row = env.dataset(1)[0]
-    play = env.play(row, random.Random(0))
-    for action in ("search[shoes lamp jacket]", None, "click[buy now]"):
-        assert not play.done
-        play.respond(answer(action or f"click[{play.episode.hits[0]}]"))
-    assert play.done
-    assert play.outcome.turns == 3
-    idle = env.play(row, random.Random(0))
-    for _ in range(env.max_turns):
-        assert not idle.done
-        idle.respond(answer("search[shoes]"))
-    assert idle.done
-    assert idle.outcome.episode_return == 0.0
-    assert not idle.outcome.success
 
 
 def test_pages_stay_short_whatever_a_product_holds():
@@ -227,45 +184,15 @@ def test_no_text_of_the_shop_reaches_the_prompt_as_a_control_token():
     assert clean(None) == ""
 
 
-# Tools
-
-
-def test_tools_give_the_return_of_the_text_protocol():
-    text, tools = WebShop(), WebShop(protocol="tools")
-    rng = random.Random(0)
-    for row in text.dataset(100, seed=2):
-        play, tool = text.play(row, rng), tools.environment_factory()
-        assert tool.reset(**row) == play.episode.observation()
-        while not play.done:
-            action = play.episode.random_action(rng) if rng.random() < 0.3 else play.episode.plan(rng)[1][0]
-            action = "click[nothing]" if rng.random() < 0.05 else action
-            play.respond(answer(action))
-            verb, argument = action[:-1].split("[", 1)
-            reply = getattr(tool, verb)(argument)
-            assert reply.endswith("The episode is over." if play.done else play.episode.observation())
-        assert tool.get_reward() == play.outcome.episode_return
-        assert tool.click("buy now") == "The episode is over."
-
-
-def test_prompts_of_the_tools_say_nothing_of_the_text_protocol():
-    system, user = WebShop(protocol="tools").dataset(1)[0]["prompt"]
-    assert "search[" not in system["content"]
-    assert user["content"] == ""
-
-
-def test_the_first_prompt_tells_the_rules_and_not_the_answer():
-    row = WebShop().dataset(1)[0]
-    text = "\n".join(message["content"] for message in row["prompt"])
-    assert row["instruction"] in text
-    assert row["asin"] not in text
-    assert "9 turns with one action each" in text
-
-
 # Hostile text
 
 
 SMALL = WebShop(products=50)
+
+
 ROW = SMALL.dataset(1)[0]
+
+
 ACTIONS = st.one_of(
     st.text(max_size=60),
     st.text(max_size=60).map("search[{}]".format),
@@ -295,20 +222,208 @@ def test_no_text_raises_and_no_page_breaks(actions):
     assert 9 * INVALID_REWARD <= play.outcome.episode_return <= 1.0
 
 
-@given(st.lists(st.text(max_size=80), max_size=9))
-def test_no_text_earns_a_reward_without_a_purchase(texts):
-    play = SMALL.play(ROW, random.Random(0))
-    for text in texts:
-        if not play.done:
-            play.respond(text if len(text) % 2 else answer(text))
-    assert play.outcome.episode_return <= 0.0
-    assert not play.outcome.success
+# Generated goals
 
 
-@pytest.mark.timeout(5)
-def test_long_texts_are_read_quickly():
-    episode = shop()
-    for text in ("search[" + "rain " * 20_000 + "]", "click[" * 20_000, "[" * 100_000, "search[" + "]" * 100_000):
-        for _ in range(5):
-            if episode.is_action(text):
-                episode.step(text)
+@pytest.mark.parametrize(
+    "options", [{}, {"results": 3}, {"max_turns": 3, "results": 1}, {"products": 50}, {"max_total_actions": 4}]
+)
+def test_the_solver_buys_what_is_wanted_within_the_turns(options):
+    env = WebShop(**options)
+    outcomes = [solve(env, row) for split in ("train", "test") for row in islice(env.tasks(0, split, None), 25)]
+    assert {outcome.success for outcome in outcomes} == {True}
+    assert {outcome.episode_return for outcome in outcomes} == {1.0}
+
+
+def title_reading_hits(episode):
+    """The hits whose title names the wanted thing."""
+    wanted = set(tokens(episode.wanted.query))
+    return [asin for asin in episode.hits if wanted <= set(tokens(episode._catalogue.products[asin].title))]
+
+
+def test_a_player_who_reads_titles_finds_what_is_wanted():
+    """The shop is hard for who copies, not for who reads: the thing is on the first page."""
+    env, rng, found = WebShop(), random.Random(0), 0
+    for row in env.dataset(200, seed=0):
+        episode = env.play(row, rng).episode
+        episode.step(f"search[{row['instruction']}]")
+        found += any(asin in episode.buttons() for asin in title_reading_hits(episode))
+    assert found > 190
+
+
+def test_types_attributes_and_options_of_the_generated_catalogue_are_distinct():
+    names = [*_ACCESSORIES, *(name for department in _DEPARTMENTS for name in department.types)]
+    words = [word for name in names for word in name.split()]
+    assert len(words) == len(set(words))
+    assert not set(words) & {
+        word for department in _DEPARTMENTS for name in department.attributes for word in name.split()
+    }
+    for department in _DEPARTMENTS:
+        for kind, values in {"attribute": department.attributes, **department.options}.items():
+            assert not [pair for pair in itertools.permutations(values, 2) if fits(kind, *pair)]
+    brands = [product.title.split()[0] for product in generate_catalogue(10_000).products.values()]
+    assert len(brands) == len(set(brands))
+
+
+def test_a_row_of_another_shop_is_named():
+    row = WebShop(products=500).dataset(1)[0]
+    with pytest.raises(ValueError, match=f"asin must be a product of the generated catalogue of 50 .*{row['asin']}"):
+        WebShop(products=50).episode(row, random.Random(0))
+
+
+# WebShop's own files
+
+
+def item(asin, name, pricing, options="", **fields):
+    """A product as WebShop's files have it, fields that do not matter here included."""
+    return {
+        "asin": asin,
+        "name": name,
+        "category": "fashion",
+        "query": "Men's Rain Jackets ",
+        "product_category": "Clothing \u203a Coats \u203a Rain",
+        "pricing": pricing,
+        "list_price": "",
+        "small_description": ["Keeps dry.", "Two pockets. <|im_end|>"],
+        "full_description": None,
+        "customization_options": options,
+        "images": ["https://images.example/1.jpg"],
+        "average_rating": 4.5,
+        **fields,
+    }
+
+
+COLORS_AND_SIZES = {
+    "Color": [{"value": " Navy/Black ", "image": None}, {"value": "[Red]", "is_selected": False}],
+    "Size": [{"value": "Small"}, {"value": "Large"}],
+    "Fit": None,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of WebShop's files: 40 jackets and two entries that WebShop leaves out."""
+    items = [
+        item(f"B{number:09d}", f"Alora{chr(97 + number)} Rain Jacket", "$20.00$40.00", COLORS_AND_SIZES)
+        for number in range(26)
+    ]
+    items += [
+        item("B000000026", "Plain Jacket", "$1,234.50", small_description="One line."),
+        item("B000000027", "Free Jacket", None),
+        item("B000000001", "Twice there", "$1.00"),
+        item("B0000000000", "Long id", "$1.00"),
+    ]
+    asins = [entry["asin"] for entry in items]
+    instructions = {
+        asin: {
+            "attributes": ["water proof", "light weight"],
+            "instruction": f"Find me water proof, light weight rain jackets {asin}",
+            "instruction_attributes": ["water proof", "light weight"],
+        }
+        for asin in asins[:26]
+    }
+    instructions["B000000026"] = {"attributes": ["plain"], "instruction": None, "instruction_attributes": None}
+    people = {
+        asin: [
+            {
+                "asin": asin,
+                "instruction": f"i want water proof jacket {asin} that is navy, size small.",
+                "attributes": ["water proof", "light weight"],
+                "options": ["color: navy | black", "size: small"],
+                "instruction_attributes": ["water proof"],
+                "instruction_options": ["navy | black", "small"],
+                "assignment_id": "x",
+                "worker_id": "y",
+            },
+            {"instruction": "nothing in particular", "instruction_attributes": [], "instruction_options": []},
+        ]
+        for asin in asins[:26]
+    }
+    for name, content in {
+        "items_shuffle_1000": items,
+        "items_ins_v2_1000": instructions,
+        "items_human_ins": people,
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return tmp_path
+
+
+def test_products_of_webshops_files_are_read(folder):
+    products = load_catalogue(str(folder)).products
+    assert len(products) == 28
+    jacket = products["B000000001"]
+    assert jacket.title == "Alorab Rain Jacket"
+    assert jacket.query == "men's rain jackets"
+    assert jacket.attributes == ("water proof", "light weight")
+    assert jacket.features == ("Keeps dry.", "Two pockets. < |im_end|>")
+    assert jacket.description == ""
+    assert jacket.options == {"color": ("navy | black", "(red)"), "size": ("small", "large")}
+    assert 20.0 <= jacket.price <= 40.0
+    assert products["B000000026"].price == 1234.5
+    assert products["B000000026"].features == ("One line.",)
+    assert products["B000000027"].price == 100.0
+    assert products["B000000027"].attributes == ()
+
+
+def test_words_are_searched_where_webshop_does(folder):
+    """In titles, descriptions, first features and options, and not in the attributes that wishes are made from."""
+    search = load_catalogue(str(folder)).search
+    assert search("alorab") == ["B000000001"]
+    assert len(search("dry")) == 27 and len(search("navy")) == 26
+    assert search("pockets") == search("light weight") == []
+
+
+@pytest.mark.parametrize(("goals", "number"), [("human", 26), ("synthetic", 26 * 4)])
+def test_goals_of_webshops_files_can_be_played(folder, goals, number):
+    env = WebShop(goals=goals)
+    train, test = (env.dataset(seed=0, split=split, data=str(folder)) for split in ("train", "test"))
+    assert len(train) + len(test) == number
+    assert sorted([*train["seed"], *test["seed"]]) == list(range(number))
+    for row in (*train, *test):
+        assert "and price lower than" in row["instruction"]
+        assert solve(env, row).success
+    assert env.dataset(seed=0, data=str(folder)).to_list() == train.to_list()
+    assert env.dataset(seed=1, data=str(folder))["seed"][:] != train["seed"][:]
+
+
+def test_people_and_options_make_instructions_in_webshops_words(folder):
+    (goal, *_) = load_goals(str(folder), "human")
+    assert goal.instruction.startswith(
+        f"i want water proof jacket {goal.asin} that is navy, size small, and price lower than "
+    )
+    assert goal.options == ("navy | black", "small")
+    synthetic = {goal.instruction.split(", and price")[0] for goal in load_goals(str(folder), "synthetic")}
+    assert "Find me water proof, light weight rain jackets B000000003 with color: (red), and size: large" in synthetic
+
+
+def test_goals_keep_webshops_splits_where_there_are_enough():
+    # The last ten are the first ten once more, for other products and at other prices.
+    goals = [
+        Goal(f"B{number}", f"find me {number % 1990}, and price lower than {number}.00 dollars", (), (), 9.0)
+        for number in range(2000)
+    ]
+    assert [number for number, _ in split_goals(goals, "test")] == list(range(500))
+    assert [number for number, _ in split_goals(goals, "train")] == list(range(1500, 1990))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("items_shuffle_1000", None, "data must be a folder with items_shuffle.json or items_shuffle_1000.json"),
+        ("items_ins_v2_1000", None, "data must have items_ins_v2_1000.json next to its products"),
+        ("items_human_ins", None, "data must have items_human_ins.json next to its products"),
+        ("items_shuffle_1000", {}, "items_shuffle_1000.json must hold a list, got a dict"),
+        ("items_shuffle_1000", [], "data must hold products"),
+        ("items_shuffle_1000", [{"asin": "B1"}], "small_description must be a field of every entry, got .*B1"),
+        ("items_shuffle_1000", ["B1"], "asin must be a field of every entry, got 'B1'"),
+        ("items_human_ins", {"B000000001": [{}]}, "instruction_attributes must be a field of every entry"),
+    ],
+)
+def test_wrong_files_are_named(folder, name, content, message):
+    path = folder / f"{name}.json"
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        WebShop().dataset(data=str(folder))

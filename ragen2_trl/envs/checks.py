@@ -22,19 +22,6 @@ def check_range(field: str, value: float, low: float, high: float) -> None:
         raise ValueError(f"{field} must be between {low} and {high}, got {value!r}")
 
 
-def check_flags(**flags: object) -> None:
-    """Raises a `ValueError` unless each of them is true or false."""
-    for field, value in flags.items():
-        check_choice(field, value, (True, False))
-
-
-def check_limits(**limits: object) -> None:
-    """Raises a `ValueError` unless each of them is a whole number of 1 or more, or there is none."""
-    for field, value in limits.items():
-        if value is not None:
-            check_count(field, value, 1, 1_000_000)
-
-
 def check_text_or_messages(field: str, value: object, where: str) -> None:
     """Raises a `ValueError` that names the place unless it is text, or a list of messages as in TRL."""
     if isinstance(value, str):

@@ -4,14 +4,13 @@ Colours are those of Okabe and Ito, which colour-blind people tell apart; things
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeAlias
 
 from PIL import Image, ImageDraw
 
 Color: TypeAlias = tuple[int, int, int]
-Layers: TypeAlias = tuple[str, ...]  # from the ground up: ("floor", "target", "player")
 
 WHITE: Color = (255, 255, 255)
 INK: Color = (38, 42, 51)
@@ -130,8 +129,8 @@ _LAYERS: dict[str, Callable[[_Pen], None]] = {
     "goal": _goal,
 }
 
-# The cells that tasks draw, one letter each: a room with walls, and a frozen lake.
-TILES: dict[str, Layers] = {
+# The cells that tasks draw, one letter each, by their layers from the ground up: a room with walls, and a frozen lake.
+TILES: dict[str, tuple[str, ...]] = {
     "#": ("wall",),
     "_": ("floor",),
     "O": ("floor", "target"),
@@ -149,41 +148,15 @@ TILES: dict[str, Layers] = {
 
 
 @lru_cache(maxsize=256)
-def _tile(layers: Layers, tile: int) -> Image.Image:
+def _tile(letter: str, tile: int) -> Image.Image:
     pen = _Pen(tile)
-    for layer in layers:
-        if layer not in _LAYERS:
-            raise ValueError(f"layer must be one of {list(_LAYERS)}, got {layer!r}")
+    for layer in TILES[letter]:
         _LAYERS[layer](pen)
     return pen.image.resize((tile, tile), Image.Resampling.LANCZOS)
 
 
-def draw_grid(cells: Sequence[Sequence[Layers]], tile: int = 32) -> Image.Image:
-    """A picture of a grid.
-
-    Args:
-        cells: Rows of cells from the top; each names its layers from the ground up, such as `("ice", "player")`. The
-            grounds are `wall`, `floor` and `ice`; on them `target`, `box`, `box_on_target`, `hole`, `goal`, `player`.
-        tile: Height and width of a cell in pixels.
-
-    Returns:
-        An RGB picture, `tile` pixels a cell.
-
-    Raises:
-        ValueError: If a layer is not known.
-
-    >>> draw_grid([[("ice", "player"), ("ice", "goal")]], tile=32).size
-    (64, 32)
-    """
-    picture = Image.new("RGB", (len(cells[0]) * tile, len(cells) * tile))
-    for row, line in enumerate(cells):
-        for column, layers in enumerate(line):
-            picture.paste(_tile(tuple(layers), tile), (column * tile, row * tile))
-    return picture
-
-
 def draw_board(board: str, tile: int = 32) -> Image.Image:
-    """A picture of a board, `Episode.board_letters`: lines of letters of `TILES`, `tile` pixels a cell.
+    """A picture of a board, `Episode.board_letters`: lines of letters of `TILES` from the top, `tile` pixels a cell.
 
     Raises:
         ValueError: If a letter is not known, or the lines are not equally long.
@@ -195,4 +168,8 @@ def draw_board(board: str, tile: int = 32) -> Image.Image:
     unknown = sorted({letter for line in lines for letter in line} - set(TILES))
     if unknown or len({len(line) for line in lines}) > 1 or not lines[0]:
         raise ValueError(f"board must be equally long lines of {''.join(TILES)}, got {board[:200]!r}")
-    return draw_grid([[TILES[letter] for letter in line] for line in lines], tile)
+    picture = Image.new("RGB", (len(lines[0]) * tile, len(lines) * tile))
+    for row, line in enumerate(lines):
+        for column, letter in enumerate(line):
+            picture.paste(_tile(letter, tile), (column * tile, row * tile))
+    return picture

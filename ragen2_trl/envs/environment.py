@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeAlias
 from datasets import Dataset
 
 from ragen2_trl.columns import EPISODE, REQUIRED, SUCCESS, TASK
-from ragen2_trl.envs.checks import check_choice, check_count, check_flags, check_installed, check_limits, check_range
+from ragen2_trl.envs.checks import check_choice, check_count, check_installed, check_range
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.outcomes import EpisodeOutcome, mean_outcomes
 from ragen2_trl.envs.play import (
@@ -123,8 +123,10 @@ class Environment(ABC):
         check_count("max_turns", self.max_turns, 1, 100)
         check_count("max_actions", self.max_actions, 1, 100)
         self.protocol = protocol
-        check_limits(max_total_actions=max_total_actions, max_turn_tokens=max_turn_tokens)
-        check_flags(enable_think=enable_think, force_think=force_think)
+        check_count("max_total_actions", 1 if max_total_actions is None else max_total_actions, 1, 1_000_000)
+        check_count("max_turn_tokens", 1 if max_turn_tokens is None else max_turn_tokens, 1, 1_000_000)
+        check_choice("enable_think", enable_think, (True, False))
+        check_choice("force_think", force_think, (True, False))
         check_range("invalid_reward", invalid_reward, -10.0, 0.0)
         if protocol == "tools":  # whose calls have no tags
             check_choice("force_think with protocol='tools'", force_think, (False,))
@@ -231,7 +233,7 @@ class Environment(ABC):
     def message(self, play: Play, status: str | None = None) -> str:
         """The user message of the next turn of a play: what came of the last one, the state, the form of an answer."""
         if status is not None:
-            status = f"{status} Turn {len(play.turn_rewards) + 1} of {self.max_turns}."
+            status = f"{status} Turn {len(play.turns) + 1} of {self.max_turns}."
         lines = (status, play.episode.observation(), self.text_without_observation())
         return "\n".join(line for line in lines if line)
 

@@ -5,6 +5,7 @@ two corners, so that a plan has to depend on the map. In single-turn play the wh
 play the map is shown again after every few moves.
 """
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,39 +30,20 @@ COLUMNS = "abcdefghij"
 OBSERVATIONS = ("grid", "coordinates", "both")  # in words
 _ACTION_INDEX = {name.lower(): index for index, name in enumerate(ACTIONS)}
 _TILES = str.maketrans({"S": ".", "F": ".", "H": "o", "G": "g"})
+_FROZEN = str.maketrans("SG", "FF")
 _WITH_PLAYER = {".": "p", "o": "d", "g": "w"}
 CELLS = str.maketrans({"S": "_", "F": "_", "H": "O", "G": "G"})  # the player, P, stands on top
 
 
-def frozen_cells(size: int, frozen: float, seed: int) -> int:
-    """The cells that are no hole in gymnasium's `generate_random_map(size, frozen, seed)`: the same draws, in a
-    tenth of the time.
-
-    Returns:
-        Bit `row * size + column` for each cell.
-    """
+def random_map(size: int, frozen: float, seed: int) -> Grid:
+    """Gymnasium's `generate_random_map(size, frozen, seed)`: between two corners, joined by a way."""
     rng = np.random.Generator(np.random.PCG64(seed))
-    share, cells = frozen / (frozen + (1 - frozen)), size * size  # as numpy's `choice` sums and scales shares
-    corners = 1 | 1 << cells - 1  # between which there is a way
     while True:
-        draws = rng.random(cells).tolist()
-        free = corners | sum(1 << cell for cell, draw in enumerate(draws) if draw < share)
-        if moves_between(free, size, 0, cells - 1) is not None:
-            return free
-
-
-def moves_between(free: int, size: int, start: int, goal: int) -> int | None:
-    """Number of moves from one cell to another over `free` cells, given as bits; `None` where there is no way."""
-    left = sum(1 << row * size for row in range(size))
-    right = left << size - 1
-    reached, moves = 1 << start, 0
-    while not reached >> goal & 1:
-        sideways = (reached & ~right) << 1 | (reached & ~left) >> 1
-        further = (reached | sideways | reached << size | reached >> size) & free
-        if further == reached:
-            return None
-        reached, moves = further, moves + 1
-    return moves
+        cells = rng.choice(["F", "H"], (size, size), p=[frozen, 1 - frozen])
+        cells[0, 0], cells[-1, -1] = "S", "G"
+        grid = tuple(map("".join, cells.tolist()))
+        if (0, 0) in distances_to_goal(grid):
+            return grid
 
 
 def find(grid: Grid, symbol: str) -> list[Cell]:
@@ -227,8 +209,7 @@ class FrozenLake(Environment):
         self.impossible = impossible
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        if data is not None:
-            raise ValueError(f"data must be None for {self.name}, whose maps are generated, got {data!r}")
+        check_choice("data", data, (None,))  # maps are generated
         # A string seeds `Random` through SHA-512, so the streams of two seeds or splits have nothing in common.
         stream = random.Random(f"{self.name}/{split}/{seed}")
         for impossible in impossible_rows(self.impossible, self.name, split, seed):
@@ -244,13 +225,12 @@ class FrozenLake(Environment):
         """The map of a seed: gymnasium's random holes, start and goal on cells joined by a short enough way."""
         rng = random.Random(seed)
         while True:
-            free = frozen_cells(self.size, self.frozen, rng.getrandbits(31))
-            start, goal = rng.sample([cell for cell in range(self.size**2) if free >> cell & 1], 2)
-            moves = moves_between(free, self.size, start, goal)
-            if moves is not None and moves <= self.longest:
-                letters = ["F" if free >> cell & 1 else "H" for cell in range(self.size**2)]
-                letters[start], letters[goal] = "S", "G"
-                return tuple("".join(letters[i : i + self.size]) for i in range(0, len(letters), self.size))
+            rows = [row.translate(_FROZEN) for row in random_map(self.size, self.frozen, rng.getrandbits(31))]
+            start, goal = rng.sample(find(tuple(rows), "F"), 2)
+            for (row, column), letter in ((start, "S"), (goal, "G")):
+                rows[row] = rows[row][:column] + letter + rows[row][column + 1 :]
+            if distances_to_goal(grid := tuple(rows)).get(start, math.inf) <= self.longest:
+                return grid
 
     def episode(self, row: Row, rng: random.Random) -> FrozenLakeEpisode:
         return FrozenLakeEpisode(tuple(row["grid"].split("\n")), self.slip, rng, self.show)

@@ -241,7 +241,7 @@ def _with_prompts(rows: Dataset) -> Dataset:
     try:
         prompts = rows["prompt"][:]
     except UnicodeDecodeError as error:
-        raise ValueError(f"prompt must be text in UTF-8: row {_undecodable(rows)}: {error}") from error
+        raise ValueError(f"prompt must be text in UTF-8, got other bytes in a row: {error}") from error
     for number, prompt in enumerate(prompts):
         check_text_or_messages("prompt", prompt, f"row {number}")
         if not prompt:
@@ -250,16 +250,6 @@ def _with_prompts(rows: Dataset) -> Dataset:
         return rows
     texts = [one if isinstance(one, str) else with_text(one) for one in prompts]
     return rows.remove_columns("prompt").add_column("prompt", texts)
-
-
-def _undecodable(rows: Dataset) -> int:
-    """The number of the first row whose prompt is no UTF-8."""
-    for number in range(len(rows)):
-        try:
-            rows[number]["prompt"]
-        except UnicodeDecodeError:
-            return number
-    raise AssertionError("every row can be decoded")
 
 
 def _check_function(function: Any, columns: Sequence[str]) -> None:

@@ -11,12 +11,15 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ragen2_trl.envs.episode import Episode
 from ragen2_trl.envs.outcomes import EpisodeOutcome
-from ragen2_trl.envs.responses import Response, format_response
+from ragen2_trl.envs.responses import format_response
 from ragen2_trl.failures import LOST, check_failed, left_out
+
+if TYPE_CHECKING:
+    from ragen2_trl.envs.environment import Environment
 
 logger = logging.getLogger(__name__)
 
@@ -24,25 +27,31 @@ INVALID_REWARD = -0.1
 """Of an invalid turn, unless an environment is given another. Where no completion succeeds, it is all that varies."""
 
 
-@dataclass(frozen=True)
-class RecordedTurn:
-    """What was done in a turn.
+@dataclass
+class Turn:
+    """What was done in a turn and what came of it.
 
     Args:
-        text: What the player wrote; `None` where it called a tool.
-        actions: The actions that it named, of those that count; none where the text was of another form.
-        valid: Whether the turn was valid.
-        reward: What it earned.
-        reply: What the player was told then; `None` where the text protocol had come to its end.
+        actions: The actions that it named, of those that count; none where a text was of another form.
+        valid: Whether it named actions and nothing else.
+        reward: What it earned, with `invalid_reward` where it was not valid.
+        earned: Sum of the rewards of its actions, as the rules give them; `0` where there was none.
+        executed: Actions carried out.
+        effective: Whether the last of them changed the state, or ended the episode.
         board: The state after it, see `Episode.board_letters`.
+        text: What the player wrote; `None` where it called a tool.
+        reply: What the player was told then; `None` where the text protocol had come to its end.
     """
 
-    text: str | None
     actions: tuple[str, ...]
     valid: bool
     reward: float
-    reply: str | None
+    earned: float
+    executed: int
+    effective: bool
     board: str | None
+    text: str | None = None
+    reply: str | None = None
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -51,44 +60,11 @@ class RecordedTurn:
         return [{"role": "assistant", "content": self.text or ""}, *reply]
 
 
-@dataclass(frozen=True)
-class TurnOutcome:
-    """What came of a turn.
-
-    Args:
-        reward: Sum of the rewards of its actions, as the rules give them; `0` where there was none.
-        executed: Actions carried out.
-        valid: Whether it named actions and nothing else.
-    """
-
-    reward: float
-    executed: int
-    valid: bool
-
-
-class TextTask(Protocol):
-    """What a play needs of its `Environment`: limits and texts."""
-
-    name: ClassVar[str]
-    max_turns: int
-    max_actions: int
-    max_total_actions: int | None
-    splits_answers: bool
-    enable_think: bool
-    invalid_reward: float
-    has_failed: bool
-
-    def read(self, text: str) -> Response | None: ...
-    def message(self, play: "Play", status: str | None = None) -> str: ...
-
-
 class Play:
     """One episode behind the text protocol.
 
     Attributes:
-        turn_rewards: The rewards of the turns so far, `invalid_reward` for each that was not valid included.
         executed: Actions carried out so far.
-        last: What came of the last turn, `None` before the first.
         turns: What was done so far, turn by turn.
         first_board: The state at the start, see `Episode.board_letters`.
         seed: Of its row, where an environment has begun it for one.
@@ -100,25 +76,26 @@ class Play:
         episode: The rules, at their start.
     """
 
-    def __init__(self, env: TextTask, episode: Episode):
+    def __init__(self, env: "Environment", episode: Episode):
         self.env = env
         self.episode = episode
-        self.turn_rewards: list[float] = []
-        self.turns: list[RecordedTurn] = []
+        self.turns: list[Turn] = []
         self.first_board = episode.board_letters()
         self.executed = 0
-        self.last: TurnOutcome | None = None
         self.seed: int | None = None
         self.error: Exception | None = None
         self.failure: str | None = None
-        self._valid_turns = 0
-        self._effects: dict[int, bool] = {}  # by turn, whether the last action in it had an effect
+
+    @property
+    def turn_rewards(self) -> list[float]:
+        """The rewards of the turns so far, `invalid_reward` for each that was not valid included."""
+        return [turn.reward for turn in self.turns]
 
     @property
     def done(self) -> bool:
         """Whether the rules, the turns or the actions have come to an end, or an exception has ended the episode."""
         over = self.episode.done or self.error is not None
-        return over or len(self.turn_rewards) >= self.env.max_turns or self.actions_left == 0
+        return over or len(self.turns) >= self.env.max_turns or self.actions_left == 0
 
     @property
     def actions_left(self) -> int | None:
@@ -130,11 +107,11 @@ class Play:
         return EpisodeOutcome(
             episode_return=sum(self.turn_rewards),
             success=self.episode.success,
-            turns=len(self.turn_rewards),
-            valid_turns=self._valid_turns,
+            turns=len(self.turns),
+            valid_turns=sum(turn.valid for turn in self.turns),
             num_actions=self.executed,
-            acting_turns=len(self._effects),
-            effective_turns=sum(self._effects.values()),
+            acting_turns=sum(turn.executed > 0 for turn in self.turns),
+            effective_turns=sum(turn.effective for turn in self.turns),
             measures={} if self.failure else self.episode.measures,
             failure=self.failure,
         )
@@ -165,11 +142,10 @@ class Play:
 
     def _respond(self, text: str) -> str | None:
         response = self.env.read(text)
-        actions = () if response is None else response.actions
-        status = self.take(actions)
-        reply = None if self.done else self.env.message(self, status)
-        self.record(actions, text, reply)
-        return reply
+        status = self.take(() if response is None else response.actions)
+        self.turns[-1].text = text
+        self.turns[-1].reply = None if self.done else self.env.message(self, status)
+        return self.turns[-1].reply
 
     def solver_response(self, rng: random.Random) -> str:
         """What the task's solver writes in the next turn.
@@ -192,34 +168,22 @@ class Play:
 
     def take(self, actions: Sequence[str]) -> str:
         """Takes a turn with actions and says what came of it; not to be called when `done`."""
-        pieces = actions[: self.env.max_actions]
+        pieces = tuple(actions[: self.env.max_actions])
         known = [action for action in pieces if self.episode.is_action(action)]
         valid = len(known) == len(pieces) > 0
-        before = self.executed
-        reward: float = 0
+        before, effective = self.executed, False
+        earned: float = 0  # whole as long as rewards are, as RAGEN's code shows it
         for action in known:
             if not self.done:
-                reward += self._carry_out(action)  # whole as long as rewards are, as RAGEN's code shows it
-        self.last = TurnOutcome(reward, self.executed - before, valid)
-        self._valid_turns += valid
-        self.turn_rewards.append(float(reward) if valid else reward + self.env.invalid_reward)
+                state = self.episode.snapshot()
+                earned += self.episode.step(action)
+                self.executed += 1
+                effective = self.episode.done or self.episode.snapshot() != state
+        reward = float(earned) if valid else earned + self.env.invalid_reward
+        board = self.episode.board_letters()
+        self.turns.append(Turn(pieces, valid, reward, earned, self.executed - before, effective, board))
         kind = "" if valid else "Partly invalid answer. " if known else "Invalid answer. "
-        return f"{kind}Reward {self.turn_rewards[-1]:g}."
-
-    def _carry_out(self, action: str) -> float:
-        before = self.episode.snapshot()
-        reward = self.episode.step(action)
-        self.executed += 1
-        self._effects[len(self.turn_rewards)] = self.episode.done or self.episode.snapshot() != before
-        return reward
-
-    def record(self, actions: Sequence[str], text: str | None = None, reply: str | None = None) -> None:
-        """Adds the turn that `take` has just taken to `turns`."""
-        valid = self.last is not None and self.last.valid
-        counted = tuple(actions[: self.env.max_actions])
-        self.turns.append(
-            RecordedTurn(text, counted, valid, self.turn_rewards[-1], reply, self.episode.board_letters())
-        )
+        return f"{kind}Reward {reward:g}."
 
 
 class NoEpisode(Episode):

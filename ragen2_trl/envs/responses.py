@@ -83,6 +83,16 @@ def actions_in(answer: str, *, split: bool) -> tuple[str, ...]:
     return tuple(stripped for piece in pieces if (stripped := piece.strip()))
 
 
+def bracketed(action: str) -> tuple[str, str]:
+    """Verb, in lower case, and argument of an action `verb[argument]`; two empty strings for another form.
+
+    >>> bracketed(" Search[ Mira Tavok ]"), bracketed("Paris")
+    (('search', 'Mira Tavok'), ('', ''))
+    """
+    verb, _, rest = action.strip().partition("[")
+    return (verb.strip().lower(), rest[:-1].strip()) if rest.endswith("]") else ("", "")
+
+
 def format_response(reasoning: str, actions: Sequence[str], *, think: bool = True) -> str:
     """The text that `parse_response` reads back; without `think` the answer alone.
 

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
@@ -81,29 +81,13 @@ def load_tasks(data: str, split: str, *, config: str | None = None, field: str =
         return load_dataset(data, config if not path.exists() else None, split=split)
 
 
-class Table(Protocol):
-    """Rows by number, such as a `Dataset`."""
-
-    column_names: list[str]
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
-
-    def __iter__(self) -> Iterator[dict[str, Any]]: ...
-
-    def select_columns(self, column_names: str, /) -> "Table": ...
-
-
-def check_columns(rows: Dataset | Table, columns: Iterable[str]) -> None:
+def check_columns(rows: Dataset, columns: Iterable[str]) -> None:
     """Raises a `ValueError` unless the rows have all of the columns."""
     if not set(columns) <= set(rows.column_names):
         raise ValueError(f"columns of data must include {list(columns)}, got {rows.column_names}")
 
 
-def shuffled(
-    rows: Dataset | Table, columns: Iterable[str], rng: random.Random
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def shuffled(rows: Dataset, columns: Iterable[str], rng: random.Random) -> Iterator[tuple[int, dict[str, Any]]]:
     """All rows with their numbers, in the order that `rng` draws.
 
     Raises:

@@ -3,23 +3,16 @@
 import os
 import random
 from collections.abc import Collection
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ragen2_trl.envs.play import Play, check_failures
-from ragen2_trl.envs.tasks import Row
+from ragen2_trl.envs.play import check_failures
 from ragen2_trl.failures import LOST
+
+if TYPE_CHECKING:
+    from ragen2_trl.envs.environment import Environment
 
 # Text, or content parts where the state is a picture. Not a union: tools are put into the prompt with their types.
 Answer: TypeAlias = Any
-
-
-class ToolTask(Protocol):
-    """What a tool environment needs of its `Environment`."""
-
-    name: ClassVar[str]
-    shows_images: bool
-
-    def begin(self, row: Row, rng: random.Random) -> Play: ...
 
 
 class ToolEnvironment:
@@ -33,7 +26,7 @@ class ToolEnvironment:
         players: All instances of one trainer.
     """
 
-    def __init__(self, env: ToolTask, number: int, players: "Collection[ToolEnvironment]" = ()):
+    def __init__(self, env: "Environment", number: int, players: "Collection[ToolEnvironment]" = ()):
         self._env = env
         self._number = number
         self._players = players
@@ -78,7 +71,7 @@ class ToolEnvironment:
             status = self._play.take(named)
             over = self._play.done
             answer = f"{status} The episode is over." if over else f"{status}\n{self._play.episode.observation()}"
-            self._play.record(named, reply=answer)
+            self._play.turns[-1].reply = answer
         except Exception as error:
             self._play.fail(error)
             raise

@@ -19,13 +19,21 @@ from datasets import Dataset
 
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.deepcoder.problems import make_problem
-from ragen2_trl.envs.deepcoder.program_tests import WALL_PER_CPU, CallCase, CaseResult, StdinCase, run_tests
+from ragen2_trl.envs.deepcoder.program_tests import (
+    WALL_PER_CPU,
+    Case,
+    CaseResult,
+    Test,
+    choose_tests,
+    read_tests,
+    run_tests,
+    task_row,
+)
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxLimits, SandboxUnavailableError
-from ragen2_trl.envs.deepcoder.tests import Test, choose_tests, read_tests, task_row
 from ragen2_trl.envs.environment import Environment
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS, plain_text
-from ragen2_trl.envs.tasks import Row, Table, held_out, load_tasks, shuffled
+from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
 from ragen2_trl.envs.tools import ToolEnvironment
 
 CONFIGS = {"primeintellect": ("train",), "taco": ("train",), "lcbv5": ("train", "test"), "codeforces": ("test",)}
@@ -94,10 +102,7 @@ class DeepCoderEpisode(Episode):
         self._solution: str = row["solution"]
         self._judge = judge
         self._public: int = row["public"]
-        self._cases: list[StdinCase | CallCase] = [
-            CallCase(self.function, given, expected) if self.function else StdinCase(given, expected)
-            for given, expected in json.loads(row["tests"])
-        ]
+        self._cases = [Case(given, expected, self.function) for given, expected in json.loads(row["tests"])]
         self._feedback = ""
 
     def observation(self) -> str:
@@ -108,10 +113,9 @@ class DeepCoderEpisode(Episode):
         """The problem, and what a program starts from or has to define."""
         if self.starter:
             return f"{self.problem}\nStart from:\n```python\n{self.starter}\n```"
-        case = self._cases[0]
-        if isinstance(case, CallCase):
-            name = plain_text(case.function_name)
-            return f"{self.problem}\nDefine the function {name} with {len(case.arguments)} argument(s)."
+        if self.function:
+            count = len(self._cases[0].given)
+            return f"{self.problem}\nDefine the function {plain_text(self.function)} with {count} argument(s)."
         return self.problem
 
     def _describe(self, results: Sequence[CaseResult], num_passed: int) -> str:
@@ -120,8 +124,8 @@ class DeepCoderEpisode(Episode):
         if not failed:
             return passed
         case, result = self._cases[failed[0]], results[failed[0]]
-        given = case.stdin if isinstance(case, StdinCase) else ", ".join(map(json.dumps, case.arguments))
-        expected = case.expected if isinstance(case, StdinCase) else json.dumps(case.expected)
+        given = ", ".join(map(json.dumps, case.given)) if case.function else case.given
+        expected = json.dumps(case.expected) if case.function else case.expected
         wanted = f"input {quoted(given)}, expected {quoted(expected)}"
         return f"{passed} An example it fails: {wanted}, got {_got(result)}."
 
@@ -281,7 +285,7 @@ class DeepCoder(Environment):
         """The tests that count, the public ones first, and how many those are."""
         return choose_tests(problem, function, tests, self.max_tests)
 
-    def load(self, data: str, split: str) -> tuple[Dataset | Table, bool]:
+    def load(self, data: str, split: str) -> tuple[Dataset, bool]:
         """Problems, and whether they still have to be divided by problem.
 
         Args:

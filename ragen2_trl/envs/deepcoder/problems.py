@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeAlias
 
-from ragen2_trl.envs.deepcoder.tests import Test, task_row
+from ragen2_trl.envs.deepcoder.program_tests import Test, task_row
 
 
 def above(items: list[int], k: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Test programs that a model wrote.
+"""Tests of programs that a model wrote: read from the four forms of the data, chosen, put in a row, and run.
 
 They run in the sandbox, all else happens outside: what a program should have answered never enters, so that it passes
 a test only by producing the right value.
@@ -8,31 +8,37 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from ragen2_trl.envs.deepcoder.sandbox import ProgramResult, Sandbox
+from ragen2_trl.envs.deepcoder.statements import Statement
+from ragen2_trl.envs.tasks import Row
 
 Verdict = Literal["passed", "wrong", "error", "timeout"]
 
 WALL_PER_CPU = 10.0  # for programs that wait, and where others have the processor
 MAX_KEPT_CHARS = 1000  # of what a case printed, and of its error
 
+# What a program is given, and what it should answer. A script: two texts; a function: its arguments and its result.
+Test: TypeAlias = tuple[Any, Any]
 
-@dataclass(frozen=True)
-class StdinCase:
-    """A test of a script: what it reads, and what it should print (see `same_output`)."""
-
-    stdin: str
-    expected: str
+MAX_TEST_CHARS = 100_000  # larger tests are left out: a few of the data's have megabytes, and each row carries its own
 
 
 @dataclass(frozen=True)
-class CallCase:
-    """A test of a function, or of a method of class `Solution`: JSON arguments and result (see `same_value`)."""
+class Case:
+    """A test of a program.
 
-    function_name: str
-    arguments: Sequence[Any]
+    Args:
+        given: What a script reads, or the JSON arguments of a function.
+        expected: What the script should print (see `same_output`), or the JSON that the function should return (see
+            `same_value`).
+        function: Name of the function, or of the method of a class `Solution`; empty for a script.
+    """
+
+    given: Any
     expected: Any
+    function: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,7 @@ class CaseResult:
     error: str = ""
 
 
-def run_tests(
-    sandbox: Sandbox, program: str, cases: Iterable[StdinCase | CallCase], cpu_seconds: float = 60.0
-) -> list[CaseResult]:
+def run_tests(sandbox: Sandbox, program: str, cases: Iterable[Case], cpu_seconds: float = 60.0) -> list[CaseResult]:
     """Test a program, each case in a process of its own that learns nothing of the other cases.
 
     All cases share `cpu_seconds`, and ten times as many of the wall clock, each within the sandbox's own limits; those
@@ -67,7 +71,10 @@ def run_tests(
         if min(cpu_seconds, wall_seconds) <= 0:
             results.append(CaseResult("timeout"))
             continue
-        outcome = _outcome(sandbox, program, case, math.ceil(cpu_seconds), wall_seconds)
+        call = (case.function, case.given) if case.function else None
+        stdin = "" if call else case.given
+        whole = math.ceil(cpu_seconds)
+        outcome = sandbox.run(program, stdin, call=call, cpu_seconds=whole, wall_seconds=wall_seconds)
         is_last = outcome.ended in ("wall", "infrastructure")  # either took half a minute or more
         cpu_seconds = 0.0 if is_last else cpu_seconds - outcome.cpu_seconds
         wall_seconds -= outcome.wall_seconds
@@ -75,27 +82,18 @@ def run_tests(
     return results
 
 
-def _outcome(
-    sandbox: Sandbox, program: str, case: StdinCase | CallCase, cpu_seconds: int, wall_seconds: float
-) -> ProgramResult:
-    left: dict[str, Any] = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds}
-    if isinstance(case, StdinCase):
-        return sandbox.run(program, case.stdin, **left)
-    return sandbox.run(program, call=(case.function_name, case.arguments), **left)
-
-
-def _result(case: StdinCase | CallCase, outcome: ProgramResult) -> CaseResult:
+def _result(case: Case, outcome: ProgramResult) -> CaseResult:
     verdict = _verdict(case, outcome)
     complaint = outcome.stderr.strip().splitlines() if verdict == "error" else []
     return CaseResult(verdict, outcome.stdout[:MAX_KEPT_CHARS], complaint[-1][:MAX_KEPT_CHARS] if complaint else "")
 
 
-def _verdict(case: StdinCase | CallCase, outcome: ProgramResult) -> Verdict:
+def _verdict(case: Case, outcome: ProgramResult) -> Verdict:
     if outcome.ended in ("wall", "cpu"):
         return "timeout"
     if outcome.ended != "exit" or outcome.exit_status != 0:
         return "error"
-    if isinstance(case, StdinCase):
+    if not case.function:
         return "passed" if same_output(case.expected, outcome.stdout) else "wrong"
     try:
         value = json.loads(outcome.stdout)
@@ -151,3 +149,88 @@ def _close(expected: float, actual: float) -> bool:
         return math.isclose(expected, actual, rel_tol=1e-6, abs_tol=1e-9)
     except OverflowError:  # an integer beyond every float
         return False
+
+
+# Tests of the data
+
+
+def read_tests(source: Row) -> tuple[str, list[Test]]:
+    """The function that a problem's tests call, empty for a script, and the tests, from any configuration's form.
+
+    Raises:
+        ValueError: If column `tests` has none of the forms.
+    """
+    tests = source["tests"]
+    try:
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+        if isinstance(tests, dict):  # taco. Some lists differ in length: what has no partner is no test
+            function = tests.get("fn_name") or ""
+            calls = [(function, *pair) for pair in zip(tests["inputs"], tests["outputs"], strict=False)]
+        else:
+            calls = [_call(test, source.get("metadata")) for test in tests]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            "column 'tests' must hold JSON, a list of objects with 'input' and 'output' (and 'func_name' in the "
+            f"metadata of functional ones) or an object with 'inputs' and 'outputs', got {str(tests)[:200]!r}"
+        ) from error
+    function = calls[0][0] if calls else ""
+    kept = [(given, expected) for name, given, expected in calls if name == function]
+    if not function:
+        return "", [(_lines(given), _lines(expected)) for given, expected in kept]
+    if all(isinstance(expected, list) and len(expected) == 1 for _, expected in kept):
+        # The convention of APPS, which primeintellect and taco follow, and `_call` above: a list around the result.
+        kept = [(given, expected[0]) for given, expected in kept]
+    return function, [(given if isinstance(given, list) else [given], expected) for given, expected in kept]
+
+
+def _call(test: Row, metadata: Any) -> tuple[str, Any, Any]:
+    given, expected = test["input"], test["output"]
+    if test.get("testtype") != "functional":
+        return test.get("fn_name") or "", given, expected
+    # lcbv5: an argument a line, in JSON; the name stands in the metadata of the test or of the problem.
+    function = _function_name(test.get("metadata")) or _function_name(metadata)
+    if not function:
+        raise KeyError("func_name")
+    return function, [json.loads(line) for line in given.splitlines() if line.strip()], [json.loads(expected)]
+
+
+def _function_name(metadata: Any) -> str:
+    values = json.loads(metadata) if isinstance(metadata, str) else metadata
+    return (values or {}).get("func_name") or ""
+
+
+def _lines(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def choose_tests(problem: str, function: str, tests: Sequence[Test], max_tests: int) -> tuple[list[Test], int]:
+    """At most `max_tests` different tests, the public ones first, and how many those are.
+
+    Tests that expect nothing are left out, since a program that does nothing would pass them. At most half are public,
+    if any are hidden. The hidden ones are spread evenly over all sizes, the largest included: the largest alone would
+    make a reward of all or nothing of the fraction.
+    """
+    asking = [test for test in tests if (test[1] is not None if function else test[1].strip())]
+    texts = {json.dumps(test): test for test in asking}
+    small = [texts[text] for text in sorted(texts, key=lambda text: (len(text), text)) if len(text) <= MAX_TEST_CHARS]
+    statement = Statement(problem)
+    shown = [statement.shows(function, test) for test in small]
+    public = [test for test, is_public in zip(small, shown, strict=True) if is_public][: max_tests // 2]
+    hidden = [test for test, is_public in zip(small, shown, strict=True) if not is_public]
+    room = min(max_tests - len(public), len(hidden))
+    spread = [hidden[(index + 1) * len(hidden) // room - 1] for index in range(room)]
+    return public + spread, len(public)
+
+
+def task_row(
+    problem: str, starter: str, function: str, tests: Sequence[Test], public: int, solution: str
+) -> dict[str, Any]:
+    """The columns of a task; `tests` are JSON, since arguments have types of all kinds."""
+    return {
+        "problem": problem,
+        "starter": starter,
+        "function": function,
+        "tests": json.dumps(tests),
+        "public": public,
+        "solution": solution,
+    }

@@ -1,11 +1,10 @@
 """Which of the sandbox's defences hold on this machine, each as seen from a program inside or from the kernel."""
 
 import json
-import os
 from dataclasses import dataclass
 
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox
-from ragen2_trl.envs.deepcoder.sandbox_slots import runtime_folder
+from ragen2_trl.envs.deepcoder.sandbox_machine import runtime_folder
 from ragen2_trl.envs.deepcoder.sandbox_syscalls import allowed_calls
 
 _LOOK_AROUND = """
@@ -92,8 +91,3 @@ def _cgroup_defences(sandbox: Sandbox) -> list[Defence]:
         Defence("control group", True, f"a run's processes end by one write (cgroup.kill), below {parent.path}"),
         *(Defence(f"control group: {name}", name in on, use if name in on else missing) for name, use in uses.items()),
     ]
-
-
-def describe_user() -> str:
-    """Who the programs are started by, which decides what isolates them."""
-    return "root" if os.geteuid() == 0 else f"user {os.geteuid()}"

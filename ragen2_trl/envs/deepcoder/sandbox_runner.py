@@ -1,6 +1,6 @@
 """Runs inside the sandbox: as the guard of a run, and in a process below it as the program.
 
-`sandbox_process.py` passes this file's text to `python -c`, so that no file of the package is visible inside. Its
+`sandbox.py` passes this file's text to `python -c`, so that no file of the package is visible inside. Its
 arguments are two descriptors: of a JSON job, and of a file for the report. A job has `program` (text), `call` (None,
 or a function's name and its arguments), `limits` (resource name → value) and `isolation`: None, or `inodes` of `/tmp`,
 the `devices` in sight, the `user` to become, if any, and the `filter` for system calls in hexadecimal.

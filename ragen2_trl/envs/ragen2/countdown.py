@@ -1,28 +1,33 @@
 """Countdown as RAGEN-2 plays it: its rows, and what any text earns."""
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
 from datasets import Dataset
 
 from ragen2_trl.envs.checks import check_choice
-from ragen2_trl.envs.countdown.arithmetic import parse_expression, sums_with_signs, value_of, whole_numbers
-from ragen2_trl.envs.countdown.environment import (
+from ragen2_trl.envs.countdown import (
     COLUMNS,
+    MAX_CHARS,
     OPERATORS,
     RIGHT,
     RIGHT_NUMBERS,
     Countdown,
     CountdownEpisode,
     checked_row,
+    parse_expression,
+    value_of,
 )
 from ragen2_trl.envs.episode import Limits
 from ragen2_trl.envs.ragen2.protocol import RagenProtocol, first_rows
 from ragen2_trl.envs.tasks import Row, check_columns
 
+_DIGITS = re.compile(r"\d+")
 TOLERANCE = Fraction(1, 100_000)  # of a value that RAGEN's code computes in floating point
 
 
@@ -41,6 +46,30 @@ def text_reward(text: str, numbers: Sequence[int], target: int) -> float:
     tree = None if "=" in text else parse_expression(text)
     value = None if tree is None else value_of(tree)
     return RIGHT if value is not None and abs(value - target) <= TOLERANCE else RIGHT_NUMBERS
+
+
+def whole_numbers(text: str, count: int) -> list[int] | None:
+    """The whole numbers that stand anywhere in a text, sorted; `None` where there are not `count` of them.
+
+    >>> whole_numbers("4.5 of 3", 3), whole_numbers("1 2", 3)
+    ([3, 4, 5], None)
+    """
+    digits = [match.group() for match in islice(_DIGITS.finditer(text), count + 1)]
+    if len(digits) != count or any(len(number) > MAX_CHARS for number in digits):  # Python reads 4300 digits, no more
+        return None
+    return sorted(map(int, digits))
+
+
+def sums_with_signs(numbers: Sequence[int], target: int) -> bool:
+    """Whether the numbers sum to the target with a sign each, as with `operators="+-"`.
+
+    >>> sums_with_signs([3, 8, 1], 6), sums_with_signs([3, 8, 1], 24)
+    (True, False)
+    """
+    sums = {0}
+    for number in numbers:
+        sums = {value + sign * number for value in sums for sign in (1, -1)}
+    return target in sums
 
 
 class RagenCountdownEpisode(CountdownEpisode):

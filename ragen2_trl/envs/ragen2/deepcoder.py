@@ -1,51 +1,22 @@
 """DeepCoder as RAGEN-2 plays it: a mixture of the data's parts, and all tests count, the public ones too."""
 
-import itertools
 import random
-from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 
 from ragen2_trl.envs.deepcoder.environment import COLUMNS, CONFIGS, GENERATED_TESTS, DeepCoder, DeepCoderEpisode
-from ragen2_trl.envs.deepcoder.tests import Test
+from ragen2_trl.envs.deepcoder.program_tests import Test
 from ragen2_trl.envs.episode import Limits
 from ragen2_trl.envs.ragen2.protocol import RagenProtocol
-from ragen2_trl.envs.tasks import Row, Table, check_columns, load_tasks
+from ragen2_trl.envs.tasks import Row, check_columns, load_tasks
 
 MIXTURE = "mixture"
+READ = (*COLUMNS, "starter_code", "metadata")  # columns of the parts, of which some have the first two alone
 PARTS = {"train": ("primeintellect", "taco", "lcbv5"), "test": ("codeforces", "lcbv5")}  # of the mixture
-
-
-class Joined:
-    """Rows of several tables one after the other, whatever further columns each has.
-
-    Args:
-        tables: The tables.
-    """
-
-    def __init__(self, tables: Sequence[Dataset]):
-        self.tables = tables
-        self._ends = list(itertools.accumulate(map(len, tables)))
-        shared = set(tables[0].column_names).intersection(*(table.column_names for table in tables))
-        self.column_names = sorted(shared)
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int, /) -> dict[str, Any]:
-        table = bisect_right(self._ends, index)
-        row: dict[str, Any] = self.tables[table][index - self._ends[table]]  # counted from the table's end
-        return row
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return itertools.chain.from_iterable(self.tables)
-
-    def select_columns(self, column_names: str, /) -> "Joined":
-        return Joined([table.select_columns(column_names) for table in self.tables])
 
 
 class RagenDeepCoderEpisode(DeepCoderEpisode):
@@ -105,10 +76,13 @@ class RagenDeepCoder(RagenProtocol, DeepCoder):
     def splits(self) -> Collection[str]:
         return PARTS if self.config == MIXTURE else super().splits
 
-    def load(self, data: str, split: str) -> tuple[Dataset | Table, bool]:
+    def load(self, data: str, split: str) -> tuple[Dataset, bool]:
         if self.config != MIXTURE or Path(data).is_file():
             return super().load(data, split)
-        return Joined([load_tasks(_part(data, part), split, config=part) for part in PARTS[split]]), False
+        parts = [load_tasks(_part(data, part), split, config=part) for part in PARTS[split]]
+        # What else they have is of different types.
+        read = [part.select_columns([name for name in part.column_names if name in READ]) for part in parts]
+        return concatenate_datasets(read), False
 
 
 def _part(data: str, config: str) -> str:

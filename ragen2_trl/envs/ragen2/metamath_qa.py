@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ragen2_trl.envs.episode import Limits
-from ragen2_trl.envs.metamath_qa.environment import ANSWER_MARK, COLUMNS, MetaMathQA, MetaMathQAEpisode, checked_row
+from ragen2_trl.envs.metamath_qa import ANSWER_MARK, COLUMNS, MetaMathQA, MetaMathQAEpisode, checked_row
 from ragen2_trl.envs.ragen2.protocol import RagenProtocol
 from ragen2_trl.envs.tasks import Row, check_columns, load_tasks
 

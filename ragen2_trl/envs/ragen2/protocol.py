@@ -165,14 +165,14 @@ class RagenProtocol(Environment):
 
     def message(self, play: Play, status: str | None = None) -> str:
         """The user message of the next turn: reward of the last one, turn, state, warning, actions left, form."""
-        last = play.last
+        last = play.turns[-1] if play.turns else None
         keys = [key for key in TURN if key != "warning" or (last is not None and not last.executed)]
         return self._told(
             keys if last is None else ["reward", *keys],
-            turn=len(play.turn_rewards) + 1,
+            turn=len(play.turns) + 1,
             state=play.episode.observation(),
             left=play.actions_left,
-            reward=None if last is None else last.reward,
+            reward=None if last is None else last.earned,
         )
 
     def text_without_observation(self) -> str:

@@ -12,8 +12,14 @@ from datasets import Dataset
 from ragen2_trl.envs.episode import Limits
 from ragen2_trl.envs.ragen2.protocol import RagenProtocol, first_rows
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.search_qa.answers import VERBS, f1_credit
-from ragen2_trl.envs.search_qa.environment import COLUMNS, SearchQA, SearchQAEpisode, check_hotpot_row
+from ragen2_trl.envs.search_qa.environment import (
+    COLUMNS,
+    VERBS,
+    SearchQA,
+    SearchQAEpisode,
+    check_hotpot_row,
+    f1_credit,
+)
 from ragen2_trl.envs.search_qa.http_retrieval import MAX_TOP_K, HTTPRetriever, RetrievalError, score_of
 from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS, Passage, name_of
 from ragen2_trl.envs.search_qa.retrieval import Retriever, open_corpus

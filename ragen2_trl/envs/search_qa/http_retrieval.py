@@ -1,17 +1,17 @@
 """Retrieval servers over HTTP, from the client's side."""
 
-import http.client
+import asyncio
 import json
-import socket
 import ssl
 import time
 import urllib.parse
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ragen2_trl.envs.checks import check_count, check_range
+from ragen2_trl.envs.checks import check_count, check_installed, check_range
 from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS, Passage, passage_of
 
@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 MAX_TOP_K = 50  # of RAGEN-2's servers
 
-_READ_BYTES = 65_536
 _MAX_REASON_BYTES, _MAX_REASON = 4000, 300  # of a server's error, bytes and characters
 
 
@@ -50,13 +49,14 @@ class HTTPRetriever:
     Args:
         url: The server's, http or https; the path is `/retrieve` unless given. `user:password@` is sent as basic
             authentication, and neither that nor a query string is ever shown.
-        timeout: Seconds that a try may take, from the connection to the last byte of the answer, 0.01 to 600. Before
-            that the system looks up the host's name, within its own limits.
+        timeout: Seconds that a try may take, from the connection to the last byte of the answer, 0.01 to 600. A
+            look-up of the host's name ends within the system's own limits.
         retries: Tries after the first, 0 to 10.
         backoff: Seconds before the second try, 0 to 60.
         max_bytes: Bytes of an answer, 1 to a billion.
 
     Raises:
+        ImportError: If httpx is missing.
         ValueError: If an argument is outside its range.
     """
 
@@ -70,6 +70,9 @@ class HTTPRetriever:
         backoff: float = 0.5,
         max_bytes: int = 8_000_000,
     ):
+        check_installed("search_qa", "httpx")
+        import httpx
+
         check_range("timeout", timeout, 0.01, 600)
         check_count("retries", retries, 0, 10)
         check_range("backoff", backoff, 0, 60)
@@ -78,13 +81,14 @@ class HTTPRetriever:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url must be http://host or https://host, got the scheme {parts.scheme!r}")
         self.timeout, self.retries, self.backoff, self.max_bytes = timeout, retries, backoff, max_bytes
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._host, self._port = parts.hostname, parts.port
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else False
         path = parts.path if parts.path.strip("/") else "/retrieve"
         self._server = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self.shown_url = f"{self._server}{path}"
-        # A space would end the address; http.client would refuse it and show it.
-        self._target = urllib.parse.quote(f"{path}?{parts.query}" if parts.query else path, safe="%/?&=:@!$'()*+,;~")
+        try:
+            self._address = httpx.URL(f"{self.shown_url}?{parts.query}" if parts.query else self.shown_url)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"url must be an address, got another text: {error}") from None
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if parts.username is not None:
             user = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
@@ -117,13 +121,15 @@ class HTTPRetriever:
             ) from error
 
     def _post(self, request: Mapping[str, Any]) -> bytes:
+        import httpx
+
         body = json.dumps(request).encode()
         for attempt in range(self.retries + 1):
             if attempt:
                 time.sleep(self.backoff * 2 ** (attempt - 1))
             try:
-                status, answer = self._try(body)
-            except (OSError, http.client.HTTPException) as error:  # refused, reset, too slow, cut off
+                status, answer = run_in_own_loop(self._try(body))
+            except (TimeoutError, httpx.TransportError) as error:  # refused, reset, too slow, cut off
                 cause: Exception | None = error
                 reason, shown = type(error).__name__, self._failure(error)
                 continue
@@ -137,113 +143,47 @@ class HTTPRetriever:
         raise NoAnswer(f"{self.shown_url} did not answer in {tries}", shown) from cause
 
     def _failure(self, error: Exception) -> str:
+        import httpx
+
         if isinstance(error, TimeoutError):
             return f"Search request timed out after {float(self.timeout)} seconds."
-        if isinstance(error, (ConnectionError, socket.gaierror)):
+        if isinstance(error, httpx.NetworkError):
             return f"Could not connect to retrieval server at {self._server}. Is it running?"
         return f"Search error: {type(error).__name__}"
 
-    def _try(self, body: bytes) -> tuple[int, bytes]:
-        connection = _Connection(self._host, self._port, time.monotonic() + self.timeout, self._tls)
+    async def _try(self, body: bytes) -> tuple[int, bytes]:
+        """Status and answer, of which a status other than 200 has the beginning alone."""
+        import httpx
+
+        status, answer = 0, bytearray()
         try:
-            connection.request("POST", self._target, body, self._headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                return response.status, _reason(response)
-            answer = bytearray()
-            while piece := response.read1(_READ_BYTES):  # `read` would wait for all of it, however slow
-                answer += piece
-                if len(answer) > self.max_bytes:
-                    raise RetrievalError(f"{self.shown_url} answered with more than {self.max_bytes} bytes")
-            if response.length:
-                raise http.client.IncompleteRead(b"", response.length)
-            return response.status, bytes(answer)
-        finally:
-            connection.close()
+            # The transport alone: a client would follow proxies of the environment, unpack compressed answers, and log
+            # the address with its query string. One deadline for everything, however slowly a server drips.
+            async with asyncio.timeout(self.timeout), httpx.AsyncHTTPTransport(verify=self._tls) as transport:
+                request = httpx.Request("POST", self._address, headers=self._headers, content=body)
+                response = await transport.handle_async_request(request)
+                status = response.status_code
+                async for piece in response.aiter_raw():
+                    answer += piece
+                    if status != 200:
+                        break
+                    if len(answer) > self.max_bytes:
+                        raise RetrievalError(f"{self.shown_url} answered with more than {self.max_bytes} bytes")
+        except (TimeoutError, httpx.TransportError):
+            if status in (0, 200):  # of an error the status counts, whatever becomes of its reason
+                raise
+        return status, bytes(answer if status == 200 else answer[:_MAX_REASON_BYTES])
 
 
-class _Timed:
-    """A socket that waits until a deadline and no longer, however often it is read.
-
-    http.client gives each wait for a byte the whole time-out: a server that sends one now and then, of a header, of
-    the size of a chunk or of `100 Continue`, would be waited for without end.
-    """
-
-    deadline = 0.0
-
-    def recv_into(self, *args: Any) -> int:
-        self._wait()
-        found: int = super().recv_into(*args)  # type: ignore[misc]
-        return found
-
-    def sendall(self, *args: Any) -> None:
-        self._wait()
-        super().sendall(*args)  # type: ignore[misc]
-
-    def _wait(self) -> None:
-        self.settimeout(_left(self.deadline))  # type: ignore[attr-defined]
-
-
-class _TimedSocket(_Timed, socket.socket):
-    pass
-
-
-class _TimedTLS(_Timed, ssl.SSLSocket):
-    pass
-
-
-def _left(deadline: float) -> float:
-    """Seconds until a deadline.
-
-    Raises:
-        TimeoutError: If it has passed.
-    """
-    seconds = deadline - time.monotonic()
-    if seconds <= 0:
-        raise TimeoutError("no whole answer in time")
-    return seconds
-
-
-class _Connection(http.client.HTTPConnection):
-    """A connection of one try, which ends at its deadline."""
-
-    def __init__(self, host: str, port: int | None, deadline: float, tls: ssl.SSLContext | None):
-        super().__init__(host, port or (http.client.HTTP_PORT if tls is None else http.client.HTTPS_PORT))
-        self._deadline, self._tls = deadline, tls
-
-    def connect(self) -> None:
-        plain = _TimedSocket(fileno=_connected(self.host, self.port, self._deadline).detach())
-        plain.settimeout(_left(self._deadline))
-        timed: Any = plain
-        if self._tls is not None:
-            self._tls.sslsocket_class = _TimedTLS
-            timed = self._tls.wrap_socket(plain, server_hostname=self.host)  # whose handshake has one time-out
-        timed.deadline = self._deadline
-        self.sock = timed
-
-
-def _connected(host: str, port: int, deadline: float) -> socket.socket:
-    """A connection to the first of a host's addresses that takes one; `create_connection` would give each the time."""
-    failure: OSError = ConnectionError(f"{host} has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        found = socket.socket(family, kind, protocol)
-        try:
-            found.settimeout(_left(deadline))
-            found.connect(address)
-            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as http.client does
-        except OSError as error:
-            found.close()
-            failure = error
-        else:
-            return found
-    raise failure
-
-
-def _reason(response: http.client.HTTPResponse) -> bytes:
+def run_in_own_loop(waiting: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns, also where this thread runs an event loop already, as a notebook's does."""
     try:
-        return response.read1(_MAX_REASON_BYTES)
-    except (OSError, http.client.HTTPException):  # the status has come, and it is what counts
-        return b""
+        asyncio.get_running_loop()
+    except RuntimeError:
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # which leaves the thread's own loop alone
+            return runner.run(waiting)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run_in_own_loop, waiting).result()
 
 
 def error_text(answer: bytes) -> str:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 from datasets import Dataset, load_from_disk
 from filelock import FileLock
 from huggingface_hub import cached_assets_path
 
-from ragen2_trl.envs.bm25 import load_bm25s
+from ragen2_trl.envs.bm25 import best, load_bm25s
 from ragen2_trl.envs.search_qa.http_retrieval import HTTPRetriever
 from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS, Passage, Passages, PassageTable, scored
 from ragen2_trl.envs.tasks import load_tasks
@@ -93,10 +92,8 @@ class BM25Retriever:
         if not known:
             return []
         scores = self.index.get_scores_from_ids(known)
-        last = np.partition(scores, -k)[-k] if k < len(scores) else 0.0
-        (candidates,) = np.nonzero((scores >= last) & (scores > 0))  # sorting 21 million passages takes seconds
-        best = candidates[np.argsort(-scores[candidates], kind="stable")][:k]
-        return list(zip(best.tolist(), scores[best].tolist(), strict=True))
+        found = best(scores, k)
+        return list(zip(found.tolist(), scores[found].tolist(), strict=True))
 
 
 def _words(texts: Any, return_ids: bool = True) -> Any:

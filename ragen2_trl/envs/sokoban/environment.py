@@ -155,8 +155,7 @@ class Sokoban(Environment):
         self.observation = observation
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        if data is not None:
-            raise ValueError(f"data must be None for {self.name}, whose rooms are generated, got {data!r}")
+        check_choice("data", data, (None,))  # rooms are generated
         # A string seeds `Random` through SHA-512, so the streams of two seeds or splits have nothing in common.
         stream = random.Random(f"{self.name}/{split}/{seed}")
         while True:

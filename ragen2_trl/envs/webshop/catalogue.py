@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import numpy as np
-
-from ragen2_trl.envs.bm25 import load_bm25s, stop_words
+from ragen2_trl.envs.bm25 import best, load_bm25s, stop_words
 
 MAX_RESULTS = 50  # what a search returns, over all its pages
 NO_LIMIT = 1_000_000.0  # dollars; where a goal has no price limit
@@ -84,10 +82,7 @@ class Catalogue:
         words = tokens(query[:_MAX_QUERY_CHARS])[:_MAX_QUERY_TOKENS]
         if not words:
             return []
-        scores = self._index.get_scores(words)
-        found = np.flatnonzero(scores > 0)
-        best = found[np.argsort(-scores[found], kind="stable")][:MAX_RESULTS]
-        return [self._asins[index] for index in best]
+        return [self._asins[index] for index in best(self._index.get_scores(words), MAX_RESULTS)]
 
 
 def tokens(text: str) -> list[str]:

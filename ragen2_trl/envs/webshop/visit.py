@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
 from ragen2_trl.envs.episode import Episode
+from ragen2_trl.envs.responses import bracketed
 from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, Product, fits, score
 
 BACK, NEXT, PREVIOUS, BUY = "back to search", "next >", "< prev", "buy now"
@@ -219,10 +220,8 @@ def wish_words(goal: Goal, wanted: Product) -> str:
 
 def _parse(action: str) -> tuple[str, str]:
     """The verb and what stands in its brackets, in lower case; two empty strings for another form."""
-    verb, _, rest = action.strip().partition("[")
-    if not rest.endswith("]"):
-        return "", ""
-    return verb.strip().lower(), " ".join(rest[:-1].lower().split())
+    verb, what = bracketed(action)
+    return verb, " ".join(what.lower().split())
 
 
 def _brackets(buttons: Sequence[str], limit: int = _MAX_TEXT) -> str:

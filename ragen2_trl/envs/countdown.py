@@ -5,33 +5,33 @@ what the last expression makes and may try again; a step is worth what it improv
 tenth is earned once.
 """
 
+import ast
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from fractions import Fraction
+from functools import lru_cache
+from itertools import combinations
+from typing import Any, TypeAlias
 
 from datasets import Dataset
 
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
-from ragen2_trl.envs.countdown.arithmetic import (
-    evaluate,
-    explain,
-    numbers_of,
-    parse_expression,
-    random_tree,
-    show,
-    solve,
-    value_of,
-    written,
-)
 from ragen2_trl.envs.environment import Environment
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.tasks import Row, held_out, impossible_rows, load_tasks, shuffled
 from ragen2_trl.envs.tools import ToolEnvironment
 
+Tree: TypeAlias = int | tuple["Tree | None", str, "Tree"]  # a number, or left, operator, right; a sign has no left
+
 OPERATORS = ("+-*/", "+-")
 RIGHT, RIGHT_NUMBERS = 1.0, 0.1
 TARGETS = (10, 99)  # of generated tasks, both included
 COLUMNS = ("nums", "target")
+
+MAX_CHARS = 200  # an expression of the most numbers there may be takes less than half of it
+MAX_OPERATORS = 16  # signs included, and so the depth of a tree; the most numbers there may be need 3 and 7 signs
+_CHARACTERS = frozenset("0123456789+-*/() ")
+_SYMBOLS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 class CountdownEpisode(Episode):
@@ -70,20 +70,21 @@ class CountdownEpisode(Episode):
         tree = parse_expression(action, self.operators)
         if tree is None:
             return 0.0, f"That is not an expression of numbers with {' '.join(self.operators)} and parentheses."
-        if numbers_of(tree) != sorted(self.numbers):  # before anything is computed, so that little is
+        if sorted(numbers_of(tree)) != sorted(self.numbers):  # before anything is computed, so that little is
             return 0.0, "That does not use every number exactly once."
         value = value_of(tree)
         if value == self.target:
             return RIGHT, ""
         makes = "divides by zero" if value is None else f"makes {value}, not {self.target}"
-        return RIGHT_NUMBERS, f"{written(tree)} {makes}."
+        return RIGHT_NUMBERS, f"{show(tree)} {makes}."
 
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
         """One of the right expressions, with its steps as the reasoning; any expression where none is right."""
         tree = solve(self.numbers, self.target, self.operators, rng)
         if tree is None:
             return "No expression makes it.", [self.random_action(rng)]
-        return explain(tree), [show(tree)]
+        value_of(tree, steps := [])
+        return " ".join(steps), [show(tree)]
 
     def random_action(self, rng: random.Random) -> str:
         return show(random_tree(self.numbers, self.operators, rng))
@@ -173,7 +174,7 @@ class Countdown(Environment):
         rng = random.Random(seed)
         while True:
             numbers = [rng.randint(1, self.largest) for _ in range(rng.randint(3, self.max_numbers))]
-            value = evaluate(random_tree(numbers, self.operators, rng), [])
+            value = value_of(random_tree(numbers, self.operators, rng))
             if value is not None and value.denominator == 1 and TARGETS[0] <= value <= TARGETS[1]:
                 target = self._out_of_reach(numbers, rng) if impossible else int(value)
                 if target is not None:
@@ -214,3 +215,151 @@ def checked_row(row: Row) -> tuple[list[int], int]:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 1 <= value <= 1000
+
+
+# Arithmetic on integers: expressions read, worked out exactly, found and written
+
+
+def parse_expression(text: str, operators: str = "+-*/") -> Tree | None:
+    """The tree of an arithmetic expression, `None` for any other text.
+
+    Numbers are plain decimal integers. A minus may also be a sign, which makes nothing out of nothing. One `= integer`
+    may follow; the expression alone is judged. `**`, `//`, calls, other digits and everything else are refused.
+
+    >>> parse_expression("(1 + 2) * -3 = 9")
+    ((1, '+', 2), '*', (None, '-', 3))
+    >>> parse_expression("2 ** 3") is None
+    True
+    """
+    text = text.strip()
+    if len(text) > MAX_CHARS:
+        return None
+    text, equals, result = text.partition("=")
+    stated = result.strip().removeprefix("-")
+    if equals and not (stated.isascii() and stated.isdecimal()):
+        return None
+    # With these characters, this length and this depth neither CPython's parser nor what follows runs out of stack,
+    # however much of it the caller has used.
+    if not _CHARACTERS.issuperset(text) or sum(map(text.count, "+-*/")) > MAX_OPERATORS:
+        return None
+    try:
+        return _tree(ast.parse(text.strip(), mode="eval").body, operators)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _tree(node: ast.expr, operators: str) -> Tree:
+    if isinstance(node, ast.BinOp) and (symbol := _SYMBOLS.get(type(node.op), "none")) in operators:
+        return _tree(node.left, operators), symbol, _tree(node.right, operators)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return None, "-", _tree(node.operand, operators)
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    raise ValueError(f"expression must have numbers, {operators} and parentheses alone")
+
+
+def numbers_of(tree: Tree | None) -> list[int]:
+    """The numbers of an expression, from left to right."""
+    if tree is None or isinstance(tree, int):
+        return [] if tree is None else [tree]
+    return numbers_of(tree[0]) + numbers_of(tree[2])
+
+
+def value_of(tree: Tree | None, steps: list[str] | None = None) -> Fraction | None:
+    """The exact value of an expression, `None` if it divides by zero; `steps` gets a line for each operator.
+
+    >>> value_of(((1, "+", 2), "*", 3), steps := []), steps
+    (Fraction(9, 1), ['1 + 2 = 3.', '3 * 3 = 9.'])
+    """
+    if tree is None or isinstance(tree, int):
+        return Fraction(tree or 0)  # a sign takes from nothing
+    left, right = value_of(tree[0], steps), value_of(tree[2], steps)
+    result = None if left is None or right is None else _apply(left, tree[1], right)
+    if result is not None and steps is not None:
+        steps.append(f"{left} {tree[1]} {right} = {result}.")
+    return result
+
+
+def show(tree: Tree, outer: bool = True) -> str:
+    """An expression as text.
+
+    >>> show(((1, "+", 2), "*", (None, "-", 3)))
+    '(1 + 2) * -3'
+    """
+    if isinstance(tree, int):
+        return str(tree)
+    left, operator, right = tree
+    if left is None:
+        return f"-{show(right, False)}"
+    text = f"{show(left, False)} {operator} {show(right, False)}"
+    return text if outer else f"({text})"
+
+
+def _apply(left: Fraction, operator: str, right: Fraction) -> Fraction | None:
+    if operator == "+":
+        return left + right
+    if operator == "-":
+        return left - right
+    if operator == "*":
+        return left * right
+    return left / right if right else None
+
+
+def _splits(numbers: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Every way to put the numbers on the two sides of an operator, each once."""
+    everything = range(len(numbers))
+    sides = [side for size in range(1, len(numbers)) for side in combinations(everything, size)]
+    pairs = [
+        (tuple(numbers[i] for i in side), tuple(numbers[i] for i in everything if i not in side)) for side in sides
+    ]
+    return list(dict.fromkeys(pairs))
+
+
+@lru_cache(maxsize=256)
+def _values(numbers: tuple[int, ...], operators: str) -> dict[Fraction, Tree]:
+    """Every value that the numbers make, and one way to make it."""
+    if len(numbers) == 1:
+        return {Fraction(numbers[0]): numbers[0]}
+    found: dict[Fraction, Tree] = {}
+    for left, right in _splits(numbers):
+        for a, left_tree in _values(left, operators).items():
+            for b, right_tree in _values(right, operators).items():
+                for operator in operators:
+                    value = _apply(a, operator, b)
+                    if value is not None:
+                        found.setdefault(value, (left_tree, operator, right_tree))
+    return found
+
+
+def solve(
+    numbers: Sequence[int], target: int, operators: str = "+-*/", rng: random.Random | None = None
+) -> Tree | None:
+    """An expression of all the numbers that makes a positive target, `None` if there is none; exact and complete.
+
+    With `rng` one of several is drawn, though not evenly.
+
+    >>> show(solve([3, 8, 1], 24))
+    '1 * (3 * 8)'
+    """
+    splits = _splits(tuple(sorted(numbers)))
+    if rng is not None:
+        rng.shuffle(splits)
+    for left, right in splits:
+        makes = _values(right, operators)
+        for a, left_tree in _values(left, operators).items():
+            # What would have to stand on the right, instead of trying all of it: the last operator has most to try.
+            wanted = {"+": target - a, "-": a - target, "*": target / a if a else None, "/": a / target if a else None}
+            for operator in operators:
+                b = wanted[operator]
+                if b in makes:
+                    return left_tree, operator, makes[b]
+    return None
+
+
+def random_tree(numbers: Sequence[int], operators: str, rng: random.Random) -> Tree:
+    """An expression that uses every number once: two parts at random are joined until one is left."""
+    parts: list[Tree] = list(numbers)
+    while len(parts) > 1:
+        rng.shuffle(parts)
+        parts.append((parts.pop(), rng.choice(operators), parts.pop()))
+    return parts[0]

@@ -1,24 +1,71 @@
-"""RAGEN-2's MetaMathQA, Countdown and SearchQA: what is said, how it is laid out, what is paid, what is a success."""
+"""RAGEN-2's MetaMathQA, Countdown, SearchQA, WebShop and DeepCoder: what is said and shown, paid, and a success."""
 
 import json
 import random
 import re
 import socket
+from dataclasses import replace
 
 import pytest
 from every_task import tasks
 from passages import write_jsonl
-from ragen_prompts import Rows, limits, prompt_of, say
 from retrieval_servers import (
     server_fixture,  # noqa: F401
     status,
 )
 from search_qa_rows import ROW
+from webshop_visits import GOAL, JACKET, LAMP
 
 from ragen2_trl.envs import make_env
 from ragen2_trl.envs.ragen2 import protocol
 from ragen2_trl.envs.ragen2.search_qa import RagenRetriever, final_answer
+from ragen2_trl.envs.ragen2.webshop import ADVICE, RagenWebShopEpisode, fits_words, numbered_goal
 from ragen2_trl.envs.search_qa.passages import Passage
+from ragen2_trl.envs.webshop.catalogue import Catalogue, fits, score
+from ragen2_trl.envs.webshop.visit import WebShopEpisode
+
+HELPER = "You're a helpful assistant. "
+
+
+FORM = "<think> [Your thoughts] </think> <answer> [your answer] </answer>"
+
+
+class Rows:
+    """A table of `size` rows, made when they are asked for, with the number of each in it."""
+
+    def __init__(self, size, row):
+        self.size, self.row = size, row
+        self.column_names = list(row(0))
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        assert 0 <= index < self.size
+        return self.row(index)
+
+    def select(self, indices):
+        return Rows(len(indices), self.row)
+
+
+def say(answer, reasoning="Hm."):
+    """A response as a model writes it behind the forced tag."""
+    return f"{reasoning}</think> <answer>{answer}</answer>"
+
+
+def prompt_of(env, row):
+    """The system message's instruction and the state, of a prompt whose layout is RAGEN-2's."""
+    system, user = (message["content"] for message in env.prompt(row))
+    assert system.startswith(HELPER)
+    start = "\nTurn 1:\nState:\n"
+    assert user.startswith(start)
+    state, line_break, last = user.removeprefix(start).rpartition("\n")
+    assert line_break and FORM in last
+    return system.removeprefix(HELPER), state, last
+
+
+def limits(env):
+    return env.max_turns, env.max_actions, env.max_total_actions, env.max_turn_tokens
 
 
 def preset(name, **options):
@@ -137,11 +184,6 @@ def test_countdown_pays_what_ragen2_pays_and_evaluates_nothing(text, reward, tmp
     assert begun.done
     assert (begun.outcome.episode_return, begun.outcome.success) == (reward, reward == 1.0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_equation_of_the_numbers_themselves_is_no_expression():
-    begun, _ = play(preset("countdown"), {"seed": 1, "nums": [3, 4, 7], "target": 7}, say("3 + 4 = 7"))
-    assert begun.outcome.episode_return == 0.1
 
 
 def test_countdown_numbers_the_rows_that_signs_solve(tmp_path, monkeypatch):
@@ -265,23 +307,6 @@ def test_answers_are_taken_out_of_texts_in_the_order_of_ragen2(text, answer):
     assert final_answer(text) == answer
 
 
-def test_both_kinds_of_success_are_logged():
-    env, logged = make_env("search_qa", multi_turn=True), {}
-    outcomes = [
-        play(env, ROW, f"<think></think><answer>finish[{text}]</answer>")[0].outcome for text in ("Ruk", "Osk")
-    ]
-    env.reward_funcs[0](
-        prompts=["", ""],
-        completions=["", ""],
-        seed=[7, 7],
-        episode=[vars(outcome) for outcome in outcomes],
-        log_metric=logged.__setitem__,
-    )
-    assert logged["env/search_qa/success"] == 0.0
-    assert logged["env/search_qa/exact_match"] == 0.0
-    assert logged["env/search_qa/f1_success"] == 0.5
-
-
 def shown_failure(env):
     begun, _ = play(env, ROW, say("search[x]"))
     assert not begun.done
@@ -328,3 +353,222 @@ def test_search_qa_takes_row_seed_modulo_20000_of_the_training_file(monkeypatch)
     (late,) = env.numbered_tasks(iter([20_123]), "train", "hotpot")
     assert (late["seed"], late["question"]) == (20_123, "123")
     assert json.loads(json.dumps(late["passages"])) == [{"title": "Ruk", "text": "A land."}]
+
+
+# WebShop
+
+
+@pytest.fixture(scope="module")
+def shop():
+    return make_env("webshop", preset="ragen2")
+
+
+WISH = f"Instruction: [SEP] {GOAL.instruction} [SEP] "
+
+
+BACK = "Back to Search [SEP] "
+
+
+def visit(*products):
+    return RagenWebShopEpisode(Catalogue(products or (JACKET, LAMP)), GOAL, "Advice.")
+
+
+def page(episode, *actions):
+    """The page after actions, and the names of what can be done there."""
+    for action in actions:
+        assert episode.is_action(action)
+        episode.step(action)
+    text, _, names = episode.observation().partition(".Advice.\n")
+    return text, names.split(", ")
+
+
+def test_webshop_says_what_ragen2_says(shop):
+    assert limits(shop) == (9, 1, 9, 400)
+    row = shop.dataset(1)[0]
+    instruction, state, last = prompt_of(shop, row)
+    order = ["online shop", "close to an instruction", "Search", "results", "pick", "size and color", "buy it"]
+    order += ["listed.  Example", "search[wool", "search[<keywords>]", "click[<clickable>]"]
+    assert [*map(instruction.index, order)] == sorted(map(instruction.index, order))
+    assert state == f"Instruction: {row['instruction']}.{ADVICE}\nsearch[<content>]"
+    assert "Actions left: 9. " in last and "200 words" in last
+    points = ["10 actions", "size and color", "twice", "close enough", "next page", "next more than twice", "back"]
+    points += ["fewer than three actions", "description"]
+    lines = ADVICE.split("\n")
+    assert len(lines) == 9
+    assert all(point in line for point, line in zip(points, lines, strict=True))
+
+
+def test_webshops_pages_are_laid_out_as_in_ragen2():
+    episode = visit()
+    assert page(episode) == (f"Instruction: {GOAL.instruction}", ["search[<content>]"])
+    assert page(episode, "search[rain jacket]") == (
+        f"{WISH}{BACK}Page 1 (Total results: 1) [SEP] Next > [SEP] B00001 [SEP] Alora Rain Jacket, waterproof [SEP] "
+        "$45.0",
+        ["click[back to search]", "click[next >]", "click[b00001]"],
+    )
+    product = (
+        f"{WISH}{BACK}< Prev [SEP] color [SEP] red [SEP] navy blue [SEP] size [SEP] small [SEP] x-large [SEP] "
+        "Alora Rain Jacket, waterproof [SEP] Price: $45.0 [SEP] Rating: N.A. [SEP] Description [SEP] Features [SEP] "
+        "Reviews [SEP] Buy Now"
+    )
+    buttons = [f"click[{name}]" for name in ("back to search", "< prev", "description", "features", "reviews")]
+    values = [f"click[{name}]" for name in ("red", "navy blue", "small", "x-large")]
+    assert page(episode, "click[b00001]") == (product, [*buttons, "click[buy now]", *values])
+    assert page(episode, "click[red]")[0] == product  # what is chosen is not shown
+    description = page(episode, "click[description]")
+    assert description == (f"{WISH}{BACK}< Prev [SEP] For long walks in autumn.", buttons[:2])
+    assert page(episode, "click[< prev]", "click[reviews]")[0] == f"{WISH}{BACK}< Prev"
+    search = f"WebShop [SEP] Instruction: [SEP] {GOAL.instruction} [SEP] Search"
+    assert page(episode, "click[back to search]") == (search, ["search[<content>]"])
+
+
+@pytest.mark.parametrize("text", ["click[teapot]", "buy it", "search[]", "click[next >", "<r>", "think[hard]"])
+def test_a_bad_click_is_free_and_uses_an_action(shop, text):
+    play = shop.play(shop.dataset(1)[0], random.Random(0))
+    state = play.episode.observation()
+    reply = play.respond(say(text))
+    assert reply.startswith(f"Reward:\n0.0\n\nTurn 2:\nState:\n{state}\nActions left: 8. ")
+    assert play.turn_rewards == [0.0]
+
+
+def test_webshop_pays_success_alone():
+    way = ["search[rain jacket]", "click[b00001]"]
+    for clicks, reward in ((["red", "small"], 1.0), (["red"], 0.0), ([], 0.0)):
+        episode, own = visit(), WebShopEpisode(Catalogue((JACKET, LAMP)), GOAL)
+        actions = (*way, *(f"click[{click}]" for click in clicks), "click[buy now]")
+        *before, paid = [episode.step(action) for action in actions]
+        assert set(before) == {0.0} and episode.done and episode.success == (reward == 1.0)
+        assert paid == reward <= [own.step(action) for action in actions][-1]
+
+
+def test_some_words_of_an_option_suffice_as_in_webshop():
+    goal = replace(GOAL, options=("navy blue", "x-large"))
+    wide = replace(JACKET, options={**JACKET.options, "size": ("large", "x-large")})
+    chosen = {"size": "large", "color": "navy blue"}
+
+    def in_words(kind, value, option):
+        return fits_words(value, option, JACKET)
+
+    assert score(wide, chosen, goal, JACKET, in_words) == 1.0
+    assert score(wide, chosen, goal, JACKET, fits) < 1.0
+    assert score(wide, {"size": "large"}, goal, JACKET, in_words) < 1.0
+
+
+def test_seeds_are_goals_in_the_order_of_ragen2():
+    goals = list(range(6910))
+    found = {seed: numbered_goal(goals, seed, "test" if seed < 1000 else "train") for seed in (123, 124, 10000, 10001)}
+    assert found == {123: 5817, 124: 630, 10000: 329, 10001: 5339}
+    held = {numbered_goal(goals, seed, "test") for seed in range(123, 1123)}
+    assert len(held) == 1000
+    assert not held & {numbered_goal(goals, seed, "train") for seed in range(10_000, 20_000)}
+    with pytest.raises(ValueError, match="data must hold more than 1500 goals with split='ragen2', got 1500"):
+        numbered_goal(goals[:1500], 123, "test")
+
+
+def test_webshops_own_goals_are_numbered_for_reference(monkeypatch, tmp_path):
+    goals = [replace(GOAL, instruction=f"goal {number}") for number in range(6910)]
+    asked = []
+    monkeypatch.setattr("ragen2_trl.envs.ragen2.webshop.load_goals", lambda data, kind: asked.append(kind) or goals)
+    monkeypatch.setattr("ragen2_trl.envs.webshop.environment.load_catalogue", lambda data: Catalogue([JACKET, LAMP]))
+    env = make_env("webshop", preset="ragen2", split="ragen2")
+    assert env.dataset(2, split="test", data=str(tmp_path))["instruction"][:] == ["goal 5817", "goal 630"]
+    assert env.dataset(1, split="train", data=str(tmp_path))["seed"][:] == [10_000]
+    assert set(asked) == {"synthetic"}
+
+
+TESTS = [("21\n", "42\n"), ("1\n", "2\n"), ("5\n", "10\n"), ("0\n", "0\n")]
+
+
+def stdin_row(problem, tests=TESTS, **fields):
+    return {"problem": problem, "tests": json.dumps([{"input": a, "output": b} for a, b in tests]), **fields}
+
+
+@pytest.fixture(scope="module")
+def coder():
+    return make_env("deepcoder", preset="ragen2", workers=1)
+
+
+def task(env, source):
+    return env._task(1, source)
+
+
+@pytest.mark.needs("bubblewrap")
+def test_deepcoder_says_what_ragen2_says(coder):
+    assert limits(coder) == (1, 1, 1, 4000)
+    instruction, state, last = prompt_of(coder, task(coder, stdin_row("Double a number. Input: 21 Output: 42")))
+    assert "coding" in instruction and "complete Python function" in instruction and "answer" in instruction
+    assert state == "Double a number. Input: 21 Output: 42"
+    assert "Actions left: 1. " in last and "8000 words" in last
+    starter = "class Solution:\n    def double(self, n: int) -> int:"
+    _, state, _ = prompt_of(coder, task(coder, stdin_row("Double it.", starter_code=f"{starter}\n        ")))
+    assert state == f"Double it.\n\nStarter code:\n{starter}"
+
+
+@pytest.mark.needs("bubblewrap")
+@pytest.mark.parametrize(
+    ("program", "reward"),
+    [
+        ("print(2 * int(input()))", 1.0),
+        ("print(42)", 0.25),  # the public test counts like the others
+        ("```python\nprint(2 * int(input()))\n```", 1.0),  # ours: fences are read
+        ("print(0 || 1)", 0.0),  # cut where actions part
+        ("exit()", 0.0),
+    ],
+)
+def test_deepcoder_pays_the_fraction_of_all_tests(coder, program, reward):
+    row = task(coder, stdin_row("Double a number. Input: 21 Output: 42"))
+    assert (len(json.loads(row["tests"])), row["public"]) == (4, 0)
+    play = coder.play(row, random.Random(0))
+    assert play.respond(say(program)) is None
+    assert (play.outcome.episode_return, play.outcome.success) == (reward, reward == 1.0)
+
+
+@pytest.mark.needs("bubblewrap")
+def test_all_tests_are_those_of_the_data():
+    tests = [(f"{number}\n", f"{2 * number}\n") for number in range(150)]
+    env = make_env("deepcoder", preset="ragen2")
+    assert len(json.loads(task(env, stdin_row("Double.", tests))["tests"])) == 150
+    assert env.dataset(1)[0]["public"] == 0
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """The parts of the mixture as a folder, a problem or two each, in the splits that they have."""
+    folder = tmp_path_factory.mktemp("deepcoder")
+    files = {
+        ("primeintellect", "train"): [stdin_row("p0"), stdin_row("p1"), stdin_row(" c0\n")],  # also for tests
+        ("taco", "train"): [{"problem": "t0", "tests": json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})}],
+        ("lcbv5", "train"): [stdin_row("l0", starter_code="", metadata={})],
+        ("lcbv5", "test"): [stdin_row("l1", starter_code="", metadata={})],
+        ("codeforces", "test"): [stdin_row("c0"), stdin_row("c1")],
+    }
+    for (config, split), rows in files.items():
+        (folder / config).mkdir(exist_ok=True)
+        write_jsonl(folder / config / f"{split}.jsonl", rows)
+    return str(folder)
+
+
+@pytest.mark.needs("bubblewrap")
+def test_the_mixture_trains_on_three_parts_and_tests_on_two(parts):
+    env = make_env("deepcoder", preset="ragen2")
+    assert sorted(env.dataset(split="train", data=parts)["problem"]) == ["l0", "p0", "p1", "t0"]
+    assert sorted(env.dataset(split="test", data=parts)["problem"]) == ["c0", "c1", "l1"]
+
+
+@pytest.mark.needs("bubblewrap")
+def test_deepcoder_draws_reference_rows_from_the_tests_alone(parts):
+    env = make_env("deepcoder", preset="ragen2", split="ragen2")
+    order = ["c0", "c1", "l1"]
+    for split, begin in (("train", 10_000), ("test", 123)):
+        expected = [order[random.Random(seed).randint(0, 2)] for seed in range(begin, begin + 8)]
+        rows = env.dataset(8, split=split, data=parts)
+        assert rows["problem"][:] == expected
+        assert rows["seed"][:] == [*range(begin, begin + 8)]
+
+
+@pytest.mark.needs("bubblewrap")
+def test_a_folder_without_a_part_of_the_mixture_is_named(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"data must be a folder with .*'taco'.* for config='mixture', got .* without"
+    ):
+        make_env("deepcoder", preset="ragen2").dataset(1, data=str(tmp_path))
