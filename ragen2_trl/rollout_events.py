@@ -146,43 +146,23 @@ class SamplingEvents:
         self.listeners: list[Listener] = []
         setattr(trainer, _ATTRIBUTE, self)
 
-    def rows(self, inputs: list[dict[str, Any]]) -> None:
-        """Announce that a generation for these rows of the dataset begins, in training or evaluation."""
-        for listener in list(self.listeners):
-            if listener.on_rows is not None:
-                listener.on_rows(inputs)
+    def awaiting(self, event: str) -> list[Any]:
+        """What listeners have subscribed to an event with, by its name in `listen`."""
+        found = (getattr(listener, event) for listener in self.listeners)
+        return [one for one in found if one is not None]
 
-    def announce(self, local: LocalRollout) -> None:
-        """Announce completions sampled for training, before any row is dropped. A call for all processes together."""
+    def tell(self, event: str, *values: Any) -> None:
+        """Announce an event, by its name in `listen`. `on_rollout` is a call for all processes together."""
         with ExitStack() as stack:
-            for listener in self.listeners:
-                if listener.aside is not None:
-                    stack.enter_context(listener.aside())
-            for listener in list(self.listeners):
-                if listener.on_rollout is not None:
-                    listener.on_rollout(local)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a listener takes rollouts."""
-        return any(listener.on_rollout is not None for listener in self.listeners)
-
-    def written(self, tokens: int, completions: int) -> None:
-        """Announce how many tokens and completions the model wrote on this process for training."""
-        for listener in self.listeners:
-            if listener.on_generated is not None:
-                listener.on_generated(tokens, completions)
-
-    def update_pass(self, computed: int, plain: int, rows: int) -> None:
-        """Announce a pass over a generation; see `on_pass` of `listen`."""
-        for listener in self.listeners:
-            if listener.on_pass is not None:
-                listener.on_pass(computed, plain, rows)
+            for aside in self.awaiting("aside") if event == "on_rollout" else ():
+                stack.enter_context(aside())
+            for take in self.awaiting(event):
+                take(*values)
 
     @property
     def needs_all_rows(self) -> bool:
         """Whether a listener computes with rows of groups that carry no signal."""
-        return any(listener.all_rows() for listener in self.listeners if listener.all_rows is not None)
+        return any(needs() for needs in self.awaiting("all_rows"))
 
 
 class RolloutEvents(SamplingEvents):
@@ -193,7 +173,7 @@ class RolloutEvents(SamplingEvents):
 
     Args:
         trainer: TRL's GRPO or RLOO trainer, or a subclass.
-        announces: whether the trainer calls `rows` and `rollout` itself; else they are called around its
+        announces: whether the trainer tells `on_rows` and calls `rollout` itself; else this is done around its
             `_generate_and_score_completions`.
 
     Raises:
@@ -217,21 +197,14 @@ class RolloutEvents(SamplingEvents):
 
     def rollout(self, inputs: list[dict[str, Any]], batch: Batch) -> None:
         """Announce a complete generation for training, with the weights that sampled it, before any row is dropped."""
-        if not self.is_awaited:
+        if not self.awaiting("on_rollout"):
             return
         prompt_ids, completion_ids, masks, *_ = self._generated
         # The third value of RLOO's `_generate` is something else.
         masks = [None] * len(completion_ids) if masks is None or is_rloo(self.trainer) else masks
-        local = LocalRollout(
-            prompt_ids=_as_lists(prompt_ids),
-            completion_ids=_as_lists(completion_ids),
-            tool_masks=_as_lists(masks),
-            has_images=batch.get("pixel_values") is not None,
-            rewards=self.group_rewards.cpu(),
-            inputs=inputs,
-            batch=batch,
-        )
-        self.announce(local)
+        has_images, rewards = batch.get("pixel_values") is not None, self.group_rewards.cpu()
+        of_rows = _as_lists(prompt_ids), _as_lists(completion_ids), _as_lists(masks)
+        self.tell("on_rollout", LocalRollout(*of_rows, has_images, rewards, inputs, batch))
 
     @property
     def group_rewards(self) -> Tensor:
@@ -242,8 +215,8 @@ class RolloutEvents(SamplingEvents):
 
     def generated(self, generated: Any) -> None:
         """Announce completions that were sampled for training, in the form of a result of `_generate`."""
-        if any(listener.on_generated is not None for listener in self.listeners):
-            self.written(self._tokens_written(generated), len(generated[1]))
+        if self.awaiting("on_generated"):
+            self.tell("on_generated", self._tokens_written(generated), len(generated[1]))
 
     @property
     def conversations(self) -> list[tuple[Any, Any, int]]:
@@ -361,7 +334,7 @@ class RolloutEvents(SamplingEvents):
         return rewards
 
     def _around_sampling(self, sample: Callable[[Any], Batch], inputs: Any) -> Batch:
-        self.rows(inputs)
+        self.tell("on_rows", inputs)
         batch = sample(inputs)
         if self.trainer.model.training:
             self.rollout(inputs, batch)

@@ -106,7 +106,7 @@ class PromptSampler:
     def _separate(self, inputs: list[Row], rows: Sequence[int]) -> None:
         """Give each of some rows an object of its own, as an episode may write into it, and announce them."""
         inputs[:] = separate(inputs, rows)
-        self.trainer.rollout_events.rows([inputs[row] for row in rows])
+        self.trainer.rollout_events.tell("on_rows", [inputs[row] for row in rows])
 
     # In place of methods of TRL's
 
@@ -138,8 +138,7 @@ class PromptSampler:
         inputs[:], prompts[:] = [inputs[row] for row in kept], [prompts[row] for row in kept]
         remaining = self._remaining()
         further = by_row(self._sample(remaining, size - first, generate, prompts), len(remaining))
-        merged = self._interleaved(self._of_chosen(completions), further)
-        result: tuple[Any, ...] = of_rows(sampled, len(of_pilots), merged)
+        result: tuple[Any, ...] = of_rows(sampled, len(of_pilots), self._whole(completions, further))
         return result
 
     def calculate(self, calculate: Calculate, *rows: list[Any]) -> Tensor:
@@ -169,20 +168,29 @@ class PromptSampler:
 
     # TRL has made its batch
 
-    def end_round(self, batch: dict[str, Any], rows: int) -> None:
-        """TRL's batch of so many rows is made, and its metrics speak for them. A call for all processes together."""
+    def end_round(self, batch: dict[str, Any], sums: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """TRL's batch of so many rows is made, and its metrics speak for them. A call for all processes together.
+
+        Args:
+            batch: of this process.
+            sums: (n, G) weighted reward sums of its groups, over all processes.
+            rows: of the batch.
+
+        Returns:
+            (n, G) the rewards that score these groups, and (P, G) those of all prompts of the round, NaN for
+            completions that were not sampled.
+        """
         scored = self.trainer.rollout_events.scored
         if self.means is not None and self.round is not None:
             given_up = [] if self.round.given_up is None else [self.round.given_up]
             tokens = self.accelerator.reduce(loss_mask(batch).sum(), reduction="sum").item()
             self.means.end_round(torch.cat([scored.rewards_per_func, *given_up]), tokens, rows)
+        name, names = self.trainer.args.snr_score_reward, self.trainer.reward_func_names
+        rewards = rewards_to_score(name, sums, names, scored, rows)
+        return rewards, self.learn(rewards)
 
     def learn(self, rewards: Tensor) -> Tensor:
-        """Take in the rewards of the groups that TRL has scored, (n, G).
-
-        Returns:
-            (P, G) rewards of all prompts of the round, NaN for completions that were not sampled.
-        """
+        """The second result of `end_round`, which the policy takes in, from the first."""
         of_round = self._current().rewards
         earned = rewards.double().cpu() if of_round is None else torch.from_numpy(of_round)
         if self.asks_policy:
@@ -212,15 +220,14 @@ class PromptSampler:
         """Rows of chosen prompts that are no pilots."""
         return [row for row in range(len(self._current().inputs)) if row % self.size >= self.first]
 
-    def _of_chosen(self, of_pilots: list[Any]) -> list[Any]:
-        """Values of this process's pilots whose prompts are chosen."""
-        first = self.first
-        return [value for prompt in self._current().chosen for value in of_pilots[prompt * first :][:first]]
-
-    def _interleaved(self, pilots: list[Any], remaining: list[Any]) -> list[Any]:
-        """Values of the chosen prompts' pilots and remaining completions, in the order of rows."""
-        values = iter(pilots), iter(remaining)
-        return [next(values[row % self.size >= self.first]) for row in range(len(self._current().inputs))]
+    def _whole(self, of_pilots: list[Any], of_remaining: list[Any]) -> list[Any]:
+        """Values of whole groups, from those of all pilots and of the chosen prompts' remaining completions."""
+        first, rest = self.first, self.size - self.first
+        of_groups = (
+            [*of_pilots[prompt * first :][:first], *of_remaining[place * rest :][:rest]]
+            for place, prompt in enumerate(self._current().chosen)
+        )
+        return [value for of_group in of_groups for value in of_group]
 
     def _sample(self, rows: list[int], members: int, generate: Generate, prompts: list[Any]) -> tuple[Any, ...]:
         """The result of TRL's `_generate` for some rows."""
@@ -281,8 +288,8 @@ class PromptSampler:
             first = blocks(of_pilots.get(column, []), pilots)
             second = blocks(of_remaining.get(column, []), remaining)
             for number in range(max(len(first), len(second))):
-                own = self._of_chosen(padded(first, number, pilots)), padded(second, number, remaining)
-                self.trainer._pending_extra_logs[column] += self._interleaved(*own)
+                own = padded(first, number, pilots), padded(second, number, remaining)
+                self.trainer._pending_extra_logs[column] += self._whole(*own)
 
     def _log_metrics(self, of_pilots: Mapping[str, list[float]], of_remaining: Mapping[str, list[float]]) -> None:
         """Hand TRL the metrics of both stages as means over their completions.

@@ -9,8 +9,8 @@ from torch import Tensor
 from trl import RLOOTrainer
 
 from ragen2_trl.trainers.batches import IMAGE_KEYS, Batch, chunks, loss_mask, take, whole_rows
-from ragen2_trl.trainers.checks import overridden
 from ragen2_trl.trainers.processes import forward_in_step, own_share
+from ragen2_trl.trainers.trl_contract import overridden
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "old_logps")
 
@@ -120,7 +120,7 @@ class LogProbs:
 
     def _counted(self, model: Any, batch: Batch) -> Tensor:
         trainer = self.trainer
-        trainer._micro_batches.count_ahead(trainer._micro_batches.positions(batch), 0)
+        trainer._micro_batches.count_ahead(trainer._micro_batches.positions([batch]), 0)
         logps: Tensor = trainer._get_per_token_logps_and_entropies(model, *whole_rows(batch))[0]
         return logps
 
@@ -137,7 +137,7 @@ class LogProbs:
         trainer = self.trainer
         batches = chunks(batch, trainer.args.per_device_train_batch_size)
         if counted:
-            trainer._micro_batches.count_ahead(sum(map(trainer._micro_batches.positions, batches)), 0)
+            trainer._micro_batches.count_ahead(trainer._micro_batches.positions(batches), 0)
         parts = [
             trainer._get_per_token_logps_and_entropies(
                 trainer.model if model is None else model,

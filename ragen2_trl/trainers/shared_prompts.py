@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ragen2_trl.rotary import length_dependent
-from ragen2_trl.trainers.batches import Batch, padded_size, prompts_of, whole_rows
-from ragen2_trl.trainers.prompt_tree import attending_to_trees, build_tree, serves_flash, tree_size
+from ragen2_trl.trainers.batches import Batch, padded_size, prompts_of, tree_size, whole_rows
+from ragen2_trl.trainers.prompt_tree import attending_to_trees, build_tree, serves_flash
 
 logger = get_logger(__name__)
 
