@@ -85,13 +85,16 @@ class Scored:
     """The result of one call of `_calculate_rewards`.
 
     Args:
-        rewards_per_func: (B, F) rewards by function over all processes, NaN where a function gave no number.
+        rewards_per_func: (B, F) rewards by function over all processes, NaN where a function gave no number, and for
+            failed episodes.
+        sums: (B,) weighted, see `group_rewards`.
         columns: by column, the values that reward functions logged in this call (TRL's `log_extra`) for this process's
             rows; twice as many where two functions logged the same column.
-        failed: (B,) bool over all processes, see `RolloutEvents.without_failed`.
+        failed: (B,) bool over all processes, episodes that their environment could not play to the end.
     """
 
     rewards_per_func: Tensor
+    sums: Tensor
     columns: Mapping[str, list[Any]]
     failed: Tensor
 
@@ -210,8 +213,7 @@ class RolloutEvents(SamplingEvents):
     def group_rewards(self) -> Tensor:
         """(N, G) of the latest generation, see `group_rewards`."""
         assert self.scored is not None  # a generation has been scored
-        per_func = self.scored.rewards_per_func
-        return group_rewards(per_func, self.trainer.reward_weights, self.trainer.num_generations)
+        return self.scored.sums.view(-1, self.trainer.num_generations)
 
     def generated(self, generated: Any) -> None:
         """Announce completions that were sampled for training, in the form of a result of `_generate`."""
@@ -250,15 +252,13 @@ class RolloutEvents(SamplingEvents):
         self._ahead = self.trainer._calculate_rewards(rows, self._prompts, completions, completion_ids)
         return self._ahead
 
-    def without_failed(self, rows: list[dict[str, Any]], rewards: Tensor) -> tuple[Tensor, Tensor]:
-        """Rewards in which failed episodes have none, from any function. A call for all processes together.
+    def scored_rows(self, rows: list[dict[str, Any]], rewards: Tensor, columns: Mapping[str, list[Any]]) -> Scored:
+        """What reward functions said of some rows; failed episodes have no reward. A call for all processes together.
 
         Args:
             rows: this process's rows, as reward functions see them.
             rewards: (B, F) by function, over all processes.
-
-        Returns:
-            (B, F), NaN in the rows of such episodes, and (B,) bool, these rows.
+            columns: that they logged.
 
         Raises:
             ConnectionError: if too many episodes have failed.
@@ -276,7 +276,8 @@ class RolloutEvents(SamplingEvents):
             key, of_task = f"env/{task}/failed", [failure is not None for name, failure in told if name == task]
             if key not in trainer._pending_metrics:  # which a reward function has not told
                 trainer._pending_metrics[key].append(sum(of_task) / len(of_task))
-        return rewards.masked_fill(failed.unsqueeze(1), torch.nan), failed
+        rewards = rewards.masked_fill(failed.unsqueeze(1), torch.nan)
+        return Scored(rewards, group_rewards(rewards, trainer.reward_weights, 1).flatten(), columns, failed)
 
     def watched(self, factory: Callable[[], Any]) -> Callable[[], Any]:
         """An `environment_factory` of environments with an `EnvironmentWatch`."""
@@ -328,10 +329,10 @@ class RolloutEvents(SamplingEvents):
             return rewards
         pending = self.trainer._pending_extra_logs  # TRL moves it to its table of completions later
         before = {column: len(values) for column, values in pending.items()}
-        rewards, failed = self.without_failed(rows, calculate(rows, *args, **kwargs))
+        rewards = calculate(rows, *args, **kwargs)
         logged = {column: list(values[before.get(column, 0) :]) for column, values in pending.items()}
-        self.scored = Scored(rewards, {column: values for column, values in logged.items() if values}, failed)
-        return rewards
+        self.scored = self.scored_rows(rows, rewards, {column: one for column, one in logged.items() if one})
+        return self.scored.rewards_per_func
 
     def _around_sampling(self, sample: Callable[[Any], Batch], inputs: Any) -> Batch:
         self.tell("on_rows", inputs)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen2_trl.rollout_events import Scored, group_rewards, texts_of
+from ragen2_trl.rollout_events import Scored, is_rloo
 from ragen2_trl.sampling.policy import Permutation, Policy
 from ragen2_trl.sampling.row_means import RowMeans
 from ragen2_trl.trainers.batches import loss_mask
@@ -73,6 +73,7 @@ class PromptSampler:
         self.accelerator = trainer.accelerator
         self.size: int = trainer.args.num_generations
         self.first = 0 if policy.pilots is None else policy.pilots.count  # completions of a pilot, G0
+        self.place_of_texts = 2 if is_rloo(trainer) else 3  # in a result of `_generate`
         self.asks_policy = policy.order is not None or policy.pilots is not None
         self.round: Round | None = None
         self.means: RowMeans | None = None  # where a generation takes several calls of TRL's methods
@@ -168,25 +169,20 @@ class PromptSampler:
 
     # TRL has made its batch
 
-    def end_round(self, batch: dict[str, Any], sums: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    def end_round(self, batch: dict[str, Any], rows: int) -> tuple[Tensor, Tensor]:
         """TRL's batch of so many rows is made, and its metrics speak for them. A call for all processes together.
 
-        Args:
-            batch: of this process.
-            sums: (n, G) weighted reward sums of its groups, over all processes.
-            rows: of the batch.
-
         Returns:
-            (n, G) the rewards that score these groups, and (P, G) those of all prompts of the round, NaN for
+            (n, G) the rewards that score its groups, over all processes, and (P, G) those of all prompts of the round, NaN for
             completions that were not sampled.
         """
-        scored = self.trainer.rollout_events.scored
-        if self.means is not None and self.round is not None:
-            given_up = [] if self.round.given_up is None else [self.round.given_up]
+        scored, current = self.trainer.rollout_events.scored, self._current()
+        if self.means is not None:
+            given_up = [] if current.given_up is None else [current.given_up]
             tokens = self.accelerator.reduce(loss_mask(batch).sum(), reduction="sum").item()
             self.means.end_round(torch.cat([scored.rewards_per_func, *given_up]), tokens, rows)
         name, names = self.trainer.args.snr_score_reward, self.trainer.reward_func_names
-        rewards = rewards_to_score(name, sums, names, scored, rows)
+        rewards = rewards_to_score(name, scored.sums.view(-1, self.size), names, scored, rows)
         return rewards, self.learn(rewards)
 
     def learn(self, rewards: Tensor) -> Tensor:
@@ -248,7 +244,7 @@ class PromptSampler:
         # TRL puts the fields of a rollout function into its rows before it scores them.
         fields = [next((one for one in values if isinstance(one, dict)), {}) for values in completions]
         scored_rows = [{**current.inputs[row], **own} for row, own in zip(rows, fields, strict=True)]
-        values = scored_rows, [prompts[row] for row in rows], texts_of(self.trainer, sampled), sampled[1]
+        values = scored_rows, [prompts[row] for row in rows], sampled[self.place_of_texts], sampled[1]
         current.pilots, current.metrics = self._score(rows, calculate, *values)
         current.pilot_rows, scores = len(rows), self._to_score(current.pilots, self.first, len(rows))
         current.rewards = np.full((len(scores), self.size), np.nan)
@@ -260,18 +256,17 @@ class PromptSampler:
         """The rewards and columns of some rows, and the metrics that reward functions logged for them."""
         trainer = self.trainer
         with self._part(rows, self.size):
-            rewards, failed = trainer.rollout_events.without_failed(values[0], self._counted(calculate, *values))
-        columns, metrics = dict(trainer._pending_extra_logs), dict(trainer._pending_metrics)
+            rewards, columns = self._counted(calculate, *values), dict(trainer._pending_extra_logs)
+            scored = trainer.rollout_events.scored_rows(values[0], rewards, columns)
+        metrics = dict(trainer._pending_metrics)
         trainer._pending_extra_logs.clear()
         trainer._pending_metrics.clear()
-        return Scored(rewards, columns, failed), metrics
+        return scored, metrics
 
     def _to_score(self, scored: Scored, members: int, rows: int) -> Any:
         """(n, members) float64, the rewards that score groups of so many completions, of so many rows here."""
-        trainer = self.trainer
-        sums = group_rewards(scored.rewards_per_func, trainer.reward_weights, members)
-        rewards = rewards_to_score(trainer.args.snr_score_reward, sums, trainer.reward_func_names, scored, rows)
-        return rewards.double().cpu().numpy()
+        name, names = self.trainer.args.snr_score_reward, self.trainer.reward_func_names
+        return rewards_to_score(name, scored.sums.view(-1, members), names, scored, rows).double().cpu().numpy()
 
     def _log_columns(self, of_pilots: Mapping[str, list[Any]], of_remaining: Mapping[str, list[Any]]) -> None:
         """Hand TRL the columns of whole groups. A column has one block of values for each function that logged it."""

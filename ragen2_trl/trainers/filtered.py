@@ -104,8 +104,8 @@ class SNRFilter(FilteredRun):
             made = KEPT in self._buffered_inputs[0] or (self._strategy.keeps_trl_batch and generation > 0)
             if self._empty_steps.generation == generation and not made:
                 raise super_not_called(self, "_generate_and_score_completions")
-            self._micro_batches.begin_generation(self._buffered_inputs, self._strategy.keeps_trl_batch)
             self._check_sharing(self._buffered_inputs[0])
+            self._micro_batches.begin_generation(self._buffered_inputs, self._strategy.keeps_trl_batch)
         number = self._step % self.args.steps_per_generation
         if number == 0:
             left_to_step = self.current_gradient_accumulation_steps - self._empty_steps.position
@@ -182,16 +182,16 @@ class SNRFilter(FilteredRun):
                 f"_generate_and_score_completions made a batch of {len(batch['advantages'])} rows from {len(inputs)}; "
                 "allowed with pilots: TRL's own method, which goes on with the lists that it gave to _generate."
             )
-        scored, sums = self.rollout_events.scored, self.rollout_events.group_rewards
+        scored = self.rollout_events.scored
         assert scored is not None  # the round has been scored
         self._number_completions(len(inputs), self._empty_steps.generation + 1)
-        rewards, earned = self._sampler.end_round(batch, sums, len(inputs))
+        rewards, earned = self._sampler.end_round(batch, len(inputs))
         self._log_probs.end_batch(batch)
         if TURN_SAMPLES in inputs[0]:
             batch[TURN_SAMPLES] = [row[TURN_SAMPLES] for row in inputs]
         if number == 0:
             self.rollout_events.rollout(inputs, batch)
-        gather, shape = self.accelerator.gather, sums.shape
+        gather, shape = self.accelerator.gather, rewards.shape
         groups = Groups(
             rewards,
             scored.rewards_per_func.view(*shape, -1),
@@ -210,7 +210,7 @@ class SNRFilter(FilteredRun):
             (kept,) = broadcast_object_list([kept])
         selection = Selection(rewards, scores, kept, groups.lengths, self._sampler.policy.predicted)
         self._rounds.append(selection)
-        own = self._local(kept.flatten()).to(batch["advantages"].device)
+        own, sums = self._local(kept.flatten()).to(batch["advantages"].device), scored.sums.view(shape)
         if strategy.zeroes_advantages:
             batch["advantages"] = batch["advantages"].masked_fill(~own, 0.0)
         self._set_advantages(inputs, batch, replace(selection, rewards=sums, kept=self._plan.in_mean(kept)))

@@ -24,6 +24,7 @@ class LogProbs:
 
     def __init__(self, trainer: Any):
         self.trainer, self.accelerator = trainer, trainer.accelerator
+        self._has_own_advantages = "_generate_and_score_completions" in overridden(type(trainer))
         self._inputs: list[dict[str, Any]] | None = None  # rows of the dataset, where dead rows are left out
         self.end_batch()
 
@@ -39,9 +40,8 @@ class LogProbs:
     def _needs_every_row(self) -> bool:
         """Whether rows of dead groups have log-probs, too: KL is part of RLOO's rewards, and these may be kept."""
         trainer = self.trainer
-        has_own_advantages = "_generate_and_score_completions" in overridden(type(trainer))
         return (
-            trainer._strategy.reads_every_row(has_own_advantages)
+            trainer._strategy.reads_every_row(self._has_own_advantages)
             or trainer.args.snr_score_reward not in (None, *trainer.reward_func_names)
             or (isinstance(trainer, RLOOTrainer) and trainer.beta != 0)
             # A process may have images beside one that has none: all must call the same passes.
