@@ -21,7 +21,6 @@ from ragen2_trl.rollout_events import Scored, is_rloo
 from ragen2_trl.sampling.policy import Permutation, Policy
 from ragen2_trl.sampling.row_means import RowMeans
 from ragen2_trl.trainers.batches import loss_mask
-from ragen2_trl.trainers.processes import own_share
 from ragen2_trl.trainers.selection import rewards_to_score
 
 Row = dict[str, Any]
@@ -100,9 +99,9 @@ class PromptSampler:
 
     def _own_rows(self, numbers: list[int]) -> list[Row]:
         """This process's rows, G for each prompt: the same object until they are sampled."""
-        own = own_share([row for row in numbers for _ in range(self.size)], self.accelerator)
-        prompts = {row: self.rows[row] for row in dict.fromkeys(own)}
-        return [prompts[row] for row in own]
+        own = np.repeat(numbers, self.size).reshape(self.accelerator.num_processes, -1)[self.accelerator.process_index]
+        prompts = {row: self.rows[row] for row in dict.fromkeys(own.tolist())}
+        return [prompts[row] for row in own.tolist()]
 
     def _separate(self, inputs: list[Row], rows: Sequence[int]) -> None:
         """Give each of some rows an object of its own, as an episode may write into it, and announce them."""
@@ -129,7 +128,7 @@ class PromptSampler:
         self._score_pilots(of_pilots, sampled, completions, calculate, prompts)
 
         current.in_full = self.policy.choose(current.rewards[:, :first], *current.key).in_full
-        mine = own_share(current.in_full, self.accelerator)
+        mine = current.in_full.reshape(self.accelerator.num_processes, -1)[self.accelerator.process_index]
         current.chosen = np.flatnonzero(mine).tolist()
         dropped = [one for number, one in enumerate(completions) if not mine[number // first]]
         trainer.rollout_events.generated(of_rows(sampled, len(of_pilots), dropped))  # they are in no batch
@@ -150,7 +149,8 @@ class PromptSampler:
         current, remaining, first = self._current(), self._remaining(), self.first
         assert current.pilots is not None  # they were scored in `generate`
         scored, metrics = self._score(remaining, calculate, *([values[row] for row in remaining] for values in rows))
-        current.rewards[current.in_full, first:] = self._to_score(scored, self.size - first, len(remaining))
+        further = self._to_score(scored, self.size - first, len(remaining))
+        current.rewards[current.in_full, first:] = further.double().cpu().numpy()
         self._log_columns(current.pilots.columns, scored.columns)
         self._log_metrics(current.metrics, metrics)
         of_pilots = current.pilots.rewards_per_func.to(scored.rewards_per_func)
@@ -173,16 +173,15 @@ class PromptSampler:
         """TRL's batch of so many rows is made, and its metrics speak for them. A call for all processes together.
 
         Returns:
-            (n, G) the rewards that score its groups, over all processes, and (P, G) those of all prompts of the round, NaN for
-            completions that were not sampled.
+            (n, G) the rewards that score its groups, over all processes, and (P, G) those of all prompts of the round,
+            NaN for completions that were not sampled.
         """
         scored, current = self.trainer.rollout_events.scored, self._current()
         if self.means is not None:
             given_up = [] if current.given_up is None else [current.given_up]
             tokens = self.accelerator.reduce(loss_mask(batch).sum(), reduction="sum").item()
             self.means.end_round(torch.cat([scored.rewards_per_func, *given_up]), tokens, rows)
-        name, names = self.trainer.args.snr_score_reward, self.trainer.reward_func_names
-        rewards = rewards_to_score(name, scored.sums.view(-1, self.size), names, scored, rows)
+        rewards = self._to_score(scored, self.size, rows)
         return rewards, self.learn(rewards)
 
     def learn(self, rewards: Tensor) -> Tensor:
@@ -246,7 +245,8 @@ class PromptSampler:
         scored_rows = [{**current.inputs[row], **own} for row, own in zip(rows, fields, strict=True)]
         values = scored_rows, [prompts[row] for row in rows], sampled[self.place_of_texts], sampled[1]
         current.pilots, current.metrics = self._score(rows, calculate, *values)
-        current.pilot_rows, scores = len(rows), self._to_score(current.pilots, self.first, len(rows))
+        scores = self._to_score(current.pilots, self.first, len(rows)).double().cpu().numpy()
+        current.pilot_rows = len(rows)
         current.rewards = np.full((len(scores), self.size), np.nan)
         current.rewards[:, : self.first] = scores
 
@@ -263,10 +263,12 @@ class PromptSampler:
         trainer._pending_metrics.clear()
         return scored, metrics
 
-    def _to_score(self, scored: Scored, members: int, rows: int) -> Any:
-        """(n, members) float64, the rewards that score groups of so many completions, of so many rows here."""
-        name, names = self.trainer.args.snr_score_reward, self.trainer.reward_func_names
-        return rewards_to_score(name, scored.sums.view(-1, members), names, scored, rows).double().cpu().numpy()
+    def _to_score(self, scored: Scored, members: int, rows: int) -> Tensor:
+        """(n, members) the rewards that score groups of so many completions, of so many rows here."""
+        sums, name = scored.sums.view(-1, members), self.trainer.args.snr_score_reward
+        if name is None:
+            return sums
+        return rewards_to_score(name, sums, self.trainer.reward_func_names, scored, rows)
 
     def _log_columns(self, of_pilots: Mapping[str, list[Any]], of_remaining: Mapping[str, list[Any]]) -> None:
         """Hand TRL the columns of whole groups. A column has one block of values for each function that logged it."""

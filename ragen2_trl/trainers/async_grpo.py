@@ -202,9 +202,10 @@ class SNRFilteredAsyncGRPOTrainer(FilteredRun, AsyncGRPOTrainer):
             advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float64)
             if strategy.zeroes_advantages:
                 advantages = advantages.masked_fill(~kept_rows, 0.0)
-            given = zip(rows, advantages.tolist(), strategy.plan.in_mean(kept_rows).tolist(), strict=True)
+            given = zip(rows, advantages.tolist(), kept_rows.tolist(), strict=True)
+            everything = strategy.is_trl_update  # whose mean is over all rows
             # TRL logs metrics of the rows that it gets, and we log those of all.
-            rows = [replace(row, advantage=one, metrics={}) for row, one, is_in_mean in given if is_in_mean]
+            rows = [replace(row, advantage=one, metrics={}) for row, one, is_kept in given if is_kept or everything]
         return Selection(rewards, scores, kept, lengths), rows
 
     # A micro-batch is collated, and trained

@@ -1,6 +1,5 @@
 """Further prompts for a generation batch that kept too few groups: dynamic sampling (DAPO, arXiv 2503.14476)."""
 
-from collections.abc import Callable
 from typing import Any, TypedDict
 
 import torch
@@ -8,9 +7,9 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from ragen2_trl.sampling.policy import Policy
 from ragen2_trl.trainers.batches import Batch, join, take
-from ragen2_trl.trainers.processes import forward_in_step, own_share
+from ragen2_trl.trainers.processes import forward_in_step
+from ragen2_trl.trainers.selection import Selection
 
 MAX_STALENESS = 1
 """Surplus groups are carried over to the next batch unless the policy has been updated more often than this since they
@@ -30,8 +29,8 @@ class KeptGroups:
         self.rows: Batch | None = None  # of this process
         self.numbers: list[int] = []  # the group of each row
 
-    def add(self, batch: Batch, kept: Tensor, accelerator: Accelerator) -> None:
-        """Add the kept completions of a generation.
+    def add(self, batch: Batch, kept: Tensor, accelerator: Accelerator) -> int:
+        """Add the kept completions of a generation. Returns the number of groups that have any.
 
         Args:
             batch: the rows that this process sampled.
@@ -40,13 +39,16 @@ class KeptGroups:
         """
         groups = kept.any(dim=1)
         numbers = (groups.cumsum(0) - 1 + self.count).unsqueeze(1).expand(kept.shape)
-        own_kept, own_numbers = (own_share(values.flatten(), accelerator).tolist() for values in (kept, numbers))
+        processes, me = accelerator.num_processes, accelerator.process_index
+        own_kept, own_numbers = (values.flatten().chunk(processes)[me].tolist() for values in (kept, numbers))
         own = [row for row, is_kept in enumerate(own_kept) if is_kept]
         if own:
             taken = take(batch, own, self.padding[1])
             self.rows = taken if self.rows is None else join([self.rows, taken], self.padding[0])
             self.numbers += [own_numbers[row] for row in own]
-        self.count += int(groups.sum())
+        found = int(groups.sum())
+        self.count += found
+        return found
 
     def part(self, start: int, stop: int) -> "KeptGroups":
         """The groups from number `start` to before `stop`."""
@@ -79,51 +81,41 @@ class DynamicSampling:
 
     def __init__(self, trainer: Any):
         self.trainer, self.accelerator, self.args = trainer, trainer.accelerator, trainer.args
-        self.padding = trainer._plan.padding
+        self.padding, self.groups = trainer._plan.padding, trainer.args.groups_per_generation
         self.waiting = KeptGroups(self.padding)
         self.waiting_since = 0  # optimizer steps when they were sampled
 
-    def fill(
-        self,
-        batch: Batch,
-        kept: Tensor,
-        policy: Policy,
-        sample: Callable[[int], tuple[Batch, Tensor]],
-    ) -> tuple[Batch, Tensor, dict[str, float]]:
+    def fill(self, batch: Batch, rounds: list[Selection]) -> tuple[Batch, Tensor, dict[str, float]]:
         """A batch of up to N kept groups, with spare rows where there are fewer.
 
         Args:
             batch: the first rows that this process sampled.
-            kept: (n, G) bool, completions kept of all processes' groups; with pilots n may be less than N.
-            policy: how many prompts each further round takes.
-            sample: from a number of prompts over all processes to this process's batch of them and (n, G) bool, the
-                kept completions of all processes' groups.
+            rounds: the selection of these, with pilots perhaps of fewer than N groups; further rounds are added.
 
         Returns:
             The batch, (rows,) bool for its rows that are trained on, and metrics.
         """
-        limit, pool, stale, step = self.args.groups_per_generation, self.waiting, 0, self.trainer.state.global_step
+        trainer, limit, pool, stale = self.trainer, self.groups, self.waiting, 0
+        sampler, step = trainer._sampler, trainer.state.global_step
         if step - self.waiting_since > MAX_STALENESS:
             pool, stale = KeptGroups(self.padding), pool.count
         carried = pool.count
         first = with_logps_to_come(batch)
-        pool.add(first, kept, self.accelerator)
+        found = pool.add(first, rounds[0].kept, self.accelerator)
 
         def add_round(count: int) -> int:
-            batch, kept = sample(count)
-            pool.add(with_logps_to_come(batch), kept, self.accelerator)
-            return int(kept.any(dim=1).sum())
+            batch, _ = trainer._take_round(sampler.further(count))
+            return pool.add(with_logps_to_come(batch), rounds[-1].kept, self.accelerator)
 
-        found = int(kept.any(dim=1).sum())
-        rounds, sampled = policy.fill(limit - pool.count, found, limit, add_round)
+        number, sampled = sampler.policy.fill(limit - pool.count, found, limit, add_round)
         used, self.waiting, self.waiting_since = pool.part(0, limit), pool.part(limit, 2 * limit), step
         surplus = max(0, pool.count - limit)
-        micro_steps = self.args.steps_per_generation * self.trainer.num_iterations
+        micro_steps = self.args.steps_per_generation * trainer.num_iterations
         if micro_steps // self.args.gradient_accumulation_steps > MAX_STALENESS:  # updates: too old by the next time
             self.waiting, stale, surplus = KeptGroups(self.padding), stale + surplus, 0
         self.waiting.rows = self._filled_in(self.waiting.rows, first)  # now: their policy is about to change
         metrics = {
-            "sampling_rounds": float(rounds),
+            "sampling_rounds": float(number),
             "trained_groups": float(used.count),
             "carried_groups": float(carried),
             "waiting_groups": float(surplus),

@@ -39,7 +39,6 @@ from ragen2_trl.trainers.generation import keeping_vllm_awake, reading_prompts_o
 from ragen2_trl.trainers.log_probs import LogProbs
 from ragen2_trl.trainers.micro_batches import MicroBatches, MicroBatchState
 from ragen2_trl.trainers.plans import KEPT, DropPlan, LossMean, MicroStep
-from ragen2_trl.trainers.processes import own_share
 from ragen2_trl.trainers.runs import FilteredRun
 from ragen2_trl.trainers.selection import (
     Groups,
@@ -146,17 +145,14 @@ class SNRFilter(FilteredRun):
         metrics: dict[str, float] = {}
         trained = int(rounds[0].kept.any(dim=1).sum())
         if self._dynamic_sampling is not None:
-
-            def sample(count: int) -> tuple[Batch, Tensor]:
-                return self._take_round(sampler.further(count))[0], rounds[-1].kept
-
-            batch, kept, metrics = self._dynamic_sampling.fill(batch, rounds[0].kept, sampler.policy, sample)
+            batch, kept, metrics = self._dynamic_sampling.fill(batch, rounds)
             trained = int(metrics["trained_groups"])
+        metrics = sampler.end_step() | metrics
         self.latest_selection = joined_selections(rounds)
-        metrics = sampler.end_step() | metrics | self._strategy.metrics(self.latest_selection)
-        self._empty_steps.begin_generation(trained, metrics)
+        self._empty_steps.begin_generation(trained, metrics | self._strategy.metrics(self.latest_selection))
         if not self._strategy.keeps_trl_batch or TURN_SAMPLES in batch:  # plain TRL's batch stays as it is
-            kept = self._plan.in_mean(kept)
+            if self._strategy.is_trl_update:
+                kept = torch.ones_like(kept)
             if TURN_SAMPLES in batch:
                 batch, kept = with_turn_samples(self, batch, kept)
             batch = self._plan.marked(batch, kept)
@@ -213,7 +209,8 @@ class SNRFilter(FilteredRun):
         own, sums = self._local(kept.flatten()).to(batch["advantages"].device), scored.sums.view(shape)
         if strategy.zeroes_advantages:
             batch["advantages"] = batch["advantages"].masked_fill(~own, 0.0)
-        self._set_advantages(inputs, batch, replace(selection, rewards=sums, kept=self._plan.in_mean(kept)))
+        in_mean = torch.ones_like(kept) if strategy.is_trl_update else kept
+        self._set_advantages(inputs, batch, replace(selection, rewards=sums, kept=in_mean))
         return batch, own
 
     def _number_completions(self, rows: int, generation: int | None) -> None:
@@ -223,12 +220,10 @@ class SNRFilter(FilteredRun):
             self._logs["extra"][GENERATION].extend(gather_object([generation] * rows))
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        plain, calculate = super()._generate, super()._calculate_rewards
+        plain, calculate, trains = super()._generate, super()._calculate_rewards, self._samples_to_train
         awake = keeping_vllm_awake(self) if getattr(self, "vllm_generation", None) else nullcontext()
         with awake, reading_prompts_once(self) if self._reads_prompts_once else nullcontext():
-            sampled: tuple[Any, ...] = (
-                self._sampler.generate(plain, calculate, prompts) if self._samples_to_train else plain(prompts)
-            )
+            sampled: tuple[Any, ...] = self._sampler.generate(plain, calculate, prompts) if trains else plain(prompts)
         return sampled
 
     def _calculate_rewards(self, *rows: list[Any]) -> Tensor:
@@ -248,8 +243,7 @@ class SNRFilter(FilteredRun):
 
     def _local(self, values: Tensor) -> Tensor:
         """This process's part of values over the rows of all processes. (B,) -> (rows,)."""
-        own: Tensor = own_share(values, self.accelerator)
-        return own
+        return values.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
 
     # 3. Log-probs, of old and reference policies and in the loss
 

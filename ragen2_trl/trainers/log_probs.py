@@ -9,7 +9,7 @@ from torch import Tensor
 from trl import RLOOTrainer
 
 from ragen2_trl.trainers.batches import IMAGE_KEYS, Batch, chunks, loss_mask, take, whole_rows
-from ragen2_trl.trainers.processes import forward_in_step, own_share
+from ragen2_trl.trainers.processes import forward_in_step
 from ragen2_trl.trainers.trl_contract import overridden
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "old_logps")
@@ -108,7 +108,7 @@ class LogProbs:
         groups = rewards.view(-1, size, rewards.size(1))
         groups = groups.nan_to_num(nan=torch.finfo(groups.dtype).min)  # a missing reward differs from any other
         varies = (groups != groups[:, :1]).flatten(1).any(dim=1)
-        rows: Tensor = own_share(varies.repeat_interleave(size), self.accelerator)
+        rows: Tensor = self.trainer._local(varies.repeat_interleave(size))
         return rows
 
     def _scattered(self, batch: Batch, rows: Tensor, size: int, forward: Callable[[Batch], Tensor]) -> Tensor:

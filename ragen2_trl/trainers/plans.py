@@ -84,11 +84,6 @@ class DropPlan:
         # What `take` is told of the padding of a micro-batch.
         self.trimming = {"keep_positions": self.keeps_positions, "longest_trimmed": self.longest_trimmed}
 
-    @staticmethod
-    def in_mean(selected: Tensor) -> Tensor:
-        """(rows,) bool, the rows over which the loss is a mean, from the selected ones."""
-        return selected
-
     def marked(self, batch: Batch, in_mean: Tensor) -> Batch:
         """The batch with `KEPT`, and divided by these rows' tokens where TRL's loss divides by all tokens of a batch.
 
@@ -184,10 +179,6 @@ class LosslessPlan(DropPlan):
     # Rotary embeddings round by absolute position, in whatever precision a model is.
     keeps_positions = True
     keeps_steps = True
-
-    @staticmethod
-    def in_mean(selected: Tensor) -> Tensor:
-        return torch.ones_like(selected)
 
     def _prepared(self, batch: Batch) -> Batch:
         """With `SHARED_TOKENS` for a mean over tokens of a micro-batch, so that its rows may go into others."""

@@ -155,9 +155,3 @@ def gathering_uneven_rows(accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         take_off()
-
-
-def own_share(rows: Any, accelerator: Accelerator) -> Any:
-    """This process's part of a list or tensor of rows that are laid out over all of them."""
-    size = len(rows) // accelerator.num_processes
-    return rows[accelerator.process_index * size :][:size]

@@ -167,7 +167,7 @@ class Selection:
         return ~self.rewards.isnan().flatten()
 
 
-def rewards_to_score(name: str | None, sums: Tensor, names: Sequence[str], scored: Scored, rows: int) -> Tensor:
+def rewards_to_score(name: str, sums: Tensor, names: Sequence[str], scored: Scored, rows: int) -> Tensor:
     """(N, G) the rewards that score groups, NaN where there is no finite one. A call for all processes together.
 
     Args:
@@ -181,8 +181,6 @@ def rewards_to_score(name: str | None, sums: Tensor, names: Sequence[str], score
         ValueError: where `name` is neither a reward function nor a column of one number for each completion, logged in
             this very call.
     """
-    if name is None:
-        return sums
     if name in names[: scored.rewards_per_func.size(1)]:  # a subclass may have merged several functions into one
         values = scored.rewards_per_func[:, names.index(name)]
     else:

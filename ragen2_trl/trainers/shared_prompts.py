@@ -73,7 +73,7 @@ class SharedPrompts:
         """
         window = getattr(self.config, "sliding_window", None) or math.inf
         tokens, kind = self.length_dependent
-        is_wide = padded_size(batch) >= tokens * len(batch["prompt_ids"])
+        is_wide = tokens < sys.maxsize and padded_size(batch) >= tokens * len(batch["prompt_ids"])
         if is_wide and self.serves is not False and not self._told_width:
             self._told_width = True
             logger.warning(
