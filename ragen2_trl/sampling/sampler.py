@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ragen2_trl.rollout_events import Scored, is_rloo
 from ragen2_trl.sampling.policy import Permutation, Policy
-from ragen2_trl.sampling.row_means import RowMeans
+from ragen2_trl.sampling.row_means import TOKEN_MEANS, Call, average
 from ragen2_trl.trainers.batches import loss_mask
 from ragen2_trl.trainers.selection import rewards_to_score
 
@@ -75,7 +75,8 @@ class PromptSampler:
         self.place_of_texts = 2 if is_rloo(trainer) else 3  # in a result of `_generate`
         self.asks_policy = policy.order is not None or policy.pilots is not None
         self.round: Round | None = None
-        self.means: RowMeans | None = None  # where a generation takes several calls of TRL's methods
+        self.calls: list[Call] = []  # of TRL's methods, where a generation takes several
+        self.scored: list[Tensor] = []  # (rows, F) rewards by function over all processes, of each round
 
     def begin_round(self, inputs: list[Row], number: int, key: tuple[int, ...]) -> None:
         """TRL is about to sample these rows of this process, G for each prompt.
@@ -85,7 +86,9 @@ class PromptSampler:
         """
         if number == 0:
             self.policy.rounds = self.trainer.args.snr_dynamic_sampling_rounds  # it may be changed in a run
-            self.means = RowMeans(self.trainer._metrics["train"]) if self.first or self.policy.rounds else None
+            self.forget()
+            if self.first or self.policy.rounds:
+                self._note_call(0)
             if self.asks_policy:
                 numbers = self.policy.begin_step(len(inputs) * self.accelerator.num_processes // self.size)
                 inputs[:] = inputs if numbers is None else self._own_rows(numbers)
@@ -163,9 +166,13 @@ class PromptSampler:
     def _counted(self, call: Callable[..., Any], *rows: list[Any]) -> Any:
         """The result of a call for some rows, for which its metrics speak."""
         result = call(*rows)
-        if self.means is not None:
-            self.means.add(len(rows[0]))
+        if self.calls:
+            self._note_call(len(rows[0]))
         return result
+
+    def _note_call(self, rows: int, by_name: Mapping[str, float] | None = None) -> None:
+        counts = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
+        self.calls.append(Call(counts, rows, by_name or {}))
 
     # TRL has made its batch
 
@@ -177,10 +184,12 @@ class PromptSampler:
             NaN for completions that were not sampled.
         """
         scored, current = self.trainer.rollout_events.scored, self._current()
-        if self.means is not None:
+        if self.calls:
             given_up = [] if current.given_up is None else [current.given_up]
             tokens = self.accelerator.reduce(loss_mask(batch).sum(), reduction="sum").item()
-            self.means.end_round(torch.cat([scored.rewards_per_func, *given_up]), tokens, rows)
+            self.scored.append(torch.cat([scored.rewards_per_func, *given_up]))
+            of_batch = {"frac_reward_zero_std": rows, **dict.fromkeys(TOKEN_MEANS, tokens)}
+            self._note_call(len(self.scored[-1]), of_batch)
         rewards = self._to_score(scored, self.size, rows)
         return rewards, self.learn(rewards)
 
@@ -194,14 +203,16 @@ class PromptSampler:
 
     def end_step(self) -> dict[str, float]:
         """Metrics of a step whose rounds are sampled; TRL's become means over what they speak for."""
-        if self.means is not None and (self.first or len(self.means.scored) > 1):
-            self.means.close(self.trainer.reward_weights, self.trainer.reward_func_names)
+        trainer = self.trainer
+        if self.calls and (self.first or len(self.scored) > 1):
+            of_trainer = trainer.reward_weights, trainer.reward_func_names
+            average(trainer._metrics["train"], self.calls, torch.cat(self.scored), *of_trainer)
         self.forget()
         return self.policy.metrics() if self.asks_policy else {}
 
     def forget(self) -> None:
         """No round is being sampled any more."""
-        self.round = self.means = None
+        self.round, self.calls, self.scored = None, [], []
 
     def _current(self) -> Round:
         if self.round is None:
