@@ -143,8 +143,11 @@ class SNRFilterConfig(StockConfig):
                 f"snr_score={self.snr_score!r} scores tokens, which mask_truncated_completions=True hides; allowed "
                 f"with it: {', '.join(one for one in SCORES if one not in TOKEN_SCORES)}."
             )
-        if self.snr_dynamic_sampling_rounds > 0:
-            self._check_dynamic_sampling()
+        if self.snr_dynamic_sampling_rounds > 0 and (scaled := self._scaled_over_batches) is not None:
+            raise ValueError(
+                f"snr_dynamic_sampling_rounds={self.snr_dynamic_sampling_rounds} mixes groups of several generations, "
+                f"whose advantages {scaled[0]} would scale by different batches; allowed with it: {scaled[1]}."
+            )
         check_required(self, self._required_by_strategy, f"with snr_strategy={self.snr_strategy!r}")
         super().__post_init__()
 
@@ -200,8 +203,10 @@ class SNRFilterConfig(StockConfig):
             "neftune_noise_alpha": (None, "scales its noise by the padded length, which lossless trims"),
         }
 
-    def _check_dynamic_sampling(self) -> None:
-        """Refuse settings that scale advantages over a batch: groups of several generations have different batches."""
+    @property
+    def _scaled_over_batches(self) -> tuple[str, str] | None:
+        """The settings that scale advantages over a whole batch, if they do, and what does not."""
+        return None
 
 
 def check_required(args: Any, required: Mapping[str, tuple[Any, str]], where: str) -> None:

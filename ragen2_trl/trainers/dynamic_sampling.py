@@ -146,15 +146,14 @@ class DynamicSampling:
         """The batch with log-probs under the present policy for rows without any. A call for all processes."""
         if not has_logps_to_come(spare):
             return batch
-        given: Any = None if batch is None else batch["old_per_token_logps"]
-        missing = [] if given is None else given.isnan().any(dim=1).nonzero().squeeze(1).tolist()
+        rows = [] if batch is None else batch["old_per_token_logps"].isnan().any(dim=1).nonzero().squeeze(1).tolist()
         size, logps = self.args.per_device_train_batch_size, self.trainer._log_probs.now
-        computed = forward_in_step(logps, batch, missing, take(spare, [0]), size, self.accelerator)
-        if batch is None or not missing:
+        computed = forward_in_step(logps, batch, rows, take(spare, [0]), size, self.accelerator)
+        if batch is None or not rows:
             return batch
         assert computed is not None  # of a batch
-        filled = given.clone()
-        filled[missing] = computed.to(given)
+        filled = batch["old_per_token_logps"].clone()
+        filled[rows] = computed[rows].to(filled)
         return {**batch, "old_per_token_logps": filled}
 
     def state(self) -> WaitingState:

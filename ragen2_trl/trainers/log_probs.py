@@ -113,10 +113,10 @@ class LogProbs:
 
     def _scattered(self, batch: Batch, rows: Tensor, size: int, forward: Callable[[Batch], Tensor]) -> Tensor:
         """(rows, T) of a forward pass over some rows, NaN for the others. A call for all processes together."""
-        chosen, trimming = rows.nonzero().squeeze(1), self.trainer._plan.trimming
-        found = forward_in_step(forward, batch, chosen.tolist(), take(batch, [0]), size, self.accelerator, **trimming)
+        of_pass = rows.nonzero().squeeze(1).tolist(), take(batch, [0]), size, self.accelerator, torch.nan
+        found = forward_in_step(forward, batch, *of_pass, **self.trainer._plan.trimming)
         assert found is not None  # of a batch
-        return found.new_full((len(rows), found.size(1)), torch.nan).index_copy(0, chosen, found)
+        return found
 
     def _counted(self, model: Any, batch: Batch) -> Tensor:
         trainer = self.trainer

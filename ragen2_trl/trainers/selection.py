@@ -161,11 +161,6 @@ class Selection:
         """(B,) bool on the device of the rewards: all completions of these groups, over which advantages are made."""
         return self.groups.repeat_interleave(self.rewards.size(1)).to(self.rewards.device)
 
-    @property
-    def scorable_rows(self) -> Tensor:
-        """(B,) bool on the device of the rewards: completions with a reward."""
-        return ~self.rewards.isnan().flatten()
-
 
 def rewards_to_score(name: str, sums: Tensor, names: Sequence[str], scored: Scored, rows: int) -> Tensor:
     """(N, G) the rewards that score groups, NaN where there is no finite one. A call for all processes together.

@@ -59,10 +59,8 @@ def with_turn_samples(trainer: Any, batch: Batch, kept: Tensor) -> tuple[Batch, 
             own = kept[owners].nonzero().squeeze(1).tolist()
             size, spare = args.per_device_train_batch_size, take(batch, [0])
             computed = forward_in_step(logps, further or None, own, spare, size, trainer.accelerator)
-            if further:
-                assert computed is not None  # of rows of its own
-                further[key] = torch.zeros_like(further["completion_ids"], dtype=torch.float)
-                further[key][own] = computed.float()
+            if computed is not None:
+                further[key] = computed.float()
     whole = join([batch, further], trainer._plan.padding[0]) if further else batch
     rows = list(range(episodes + len(owners)))
     spare_rows = [0] * (-len(rows) % args.steps_per_generation)
