@@ -202,9 +202,8 @@ class RolloutEvents(SamplingEvents):
         """Announce a complete generation for training, with the weights that sampled it, before any row is dropped."""
         if not self.awaiting("on_rollout"):
             return
-        prompt_ids, completion_ids, masks, *_ = self._generated
-        # The third value of RLOO's `_generate` is something else.
-        masks = [None] * len(completion_ids) if masks is None or is_rloo(self.trainer) else masks
+        prompt_ids, completion_ids, *_ = self._generated
+        masks = self._masks(self._generated)
         has_images, rewards = batch.get("pixel_values") is not None, self.group_rewards.cpu()
         of_rows = _as_lists(prompt_ids), _as_lists(completion_ids), _as_lists(masks)
         self.tell("on_rollout", LocalRollout(*of_rows, has_images, rewards, inputs, batch))
@@ -224,8 +223,8 @@ class RolloutEvents(SamplingEvents):
     def conversations(self) -> list[tuple[Any, Any, int]]:
         """For each row of the latest generation on this process, its prompt and completion as reward functions get
         them, and how many tokens the model wrote."""
-        written = [int(sum(mask)) for mask in self._masks(self._generated)]
-        return list(zip(self._prompts, texts_of(self.trainer, self._generated), written, strict=True))
+        texts = texts_of(self.trainer, self._generated)
+        return list(zip(self._prompts, texts, self._written(self._generated), strict=True))
 
     @property
     def has_generated(self) -> bool:
@@ -314,13 +313,18 @@ class RolloutEvents(SamplingEvents):
         """By the model on this process; its turn samples included."""
         fields = [one for one in generated[3:] if isinstance(one, dict) and TURN_SAMPLES in one]
         further = [sample["env_mask"] for one in fields for samples in one[TURN_SAMPLES] for sample in samples]
-        return sum(int(sum(mask)) for mask in [*self._masks(generated), *further])
+        return sum(self._written(generated)) + sum(int(sum(mask)) for mask in further)
 
-    def _masks(self, generated: Any) -> list[list[int]]:
-        """For each completion, 1 for each id that the model wrote and 0 for the others."""
+    def _written(self, generated: Any) -> list[int]:
+        """For each completion, how many tokens the model wrote."""
+        masks = zip(generated[1], self._masks(generated), strict=True)
+        return [len(ids) if mask is None else int(sum(mask)) for ids, mask in masks]
+
+    def _masks(self, generated: Any) -> list[list[int] | None]:
+        """For each completion, 1 for each id that the model wrote and 0 for the others; `None` without turns."""
         _, completion_ids, masks, *_ = generated
         if masks is None or is_rloo(self.trainer):  # whose third value is something else
-            return [[1] * len(ids) for ids in completion_ids]
+            return [None] * len(completion_ids)
         return list(masks)
 
     def _note_rewards(self, calculate: Callable[..., Tensor], rows: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -20,7 +20,6 @@ from torch import Tensor
 from ragen2_trl.rollout_events import Scored, is_rloo
 from ragen2_trl.sampling.policy import Permutation, Policy
 from ragen2_trl.sampling.row_means import TOKEN_MEANS, Call, average
-from ragen2_trl.trainers.batches import loss_mask
 from ragen2_trl.trainers.selection import rewards_to_score
 
 Row = dict[str, Any]
@@ -134,7 +133,6 @@ class PromptSampler:
         mine = current.in_full.reshape(self.accelerator.num_processes, -1)[self.accelerator.process_index]
         current.chosen = np.flatnonzero(mine).tolist()
         dropped = [one for number, one in enumerate(completions) if not mine[number // first]]
-        trainer.rollout_events.generated(of_rows(sampled, len(of_pilots), dropped))  # they are in no batch
         kept = [prompt * size + member for prompt in current.chosen for member in range(size)]
         for name, values in self._lists_by_row().items():
             setattr(trainer, name, [values[row] for row in kept])
@@ -142,6 +140,8 @@ class PromptSampler:
         remaining = self._remaining()
         further = by_row(self._sample(remaining, size - first, generate, prompts), len(remaining))
         result: tuple[Any, ...] = of_rows(sampled, len(of_pilots), self._whole(completions, further))
+        of_dropped = of_rows(sampled, len(of_pilots), dropped)  # they are in no batch
+        trainer.rollout_events.generated(of_dropped)
         return result
 
     def calculate(self, calculate: Calculate, *rows: list[Any]) -> Tensor:
@@ -176,8 +176,11 @@ class PromptSampler:
 
     # TRL has made its batch
 
-    def end_round(self, batch: dict[str, Any], rows: int) -> tuple[Tensor, Tensor]:
-        """TRL's batch of so many rows is made, and its metrics speak for them. A call for all processes together.
+    def end_round(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """TRL's batch is made, and its metrics speak for its rows. A call for all processes together.
+
+        Args:
+            lengths: (rows,) tokens that the model wrote.
 
         Returns:
             (n, G) the rewards that score its groups, over all processes, and (P, G) those of all prompts of the round,
@@ -186,11 +189,11 @@ class PromptSampler:
         scored, current = self.trainer.rollout_events.scored, self._current()
         if self.calls:
             given_up = [] if current.given_up is None else [current.given_up]
-            tokens = self.accelerator.reduce(loss_mask(batch).sum(), reduction="sum").item()
+            tokens = self.accelerator.reduce(lengths.sum(), reduction="sum").item()
             self.scored.append(torch.cat([scored.rewards_per_func, *given_up]))
-            of_batch = {"frac_reward_zero_std": rows, **dict.fromkeys(TOKEN_MEANS, tokens)}
+            of_batch = {"frac_reward_zero_std": len(lengths), **dict.fromkeys(TOKEN_MEANS, tokens)}
             self._note_call(len(self.scored[-1]), of_batch)
-        rewards = self._to_score(scored, self.size, rows)
+        rewards = self._to_score(scored, self.size, len(lengths))
         return rewards, self.learn(rewards)
 
     def learn(self, rewards: Tensor) -> Tensor:

@@ -178,20 +178,20 @@ class SNRFilter(FilteredRun):
                 f"_generate_and_score_completions made a batch of {len(batch['advantages'])} rows from {len(inputs)}; "
                 "allowed with pilots: TRL's own method, which goes on with the lists that it gave to _generate."
             )
-        scored = self.rollout_events.scored
-        assert scored is not None  # the round has been scored
-        self._number_completions(len(inputs), self._empty_steps.generation + 1)
-        rewards, earned = self._sampler.end_round(batch, len(inputs))
-        self._log_probs.end_batch(batch)
         if TURN_SAMPLES in inputs[0]:
             batch[TURN_SAMPLES] = [row[TURN_SAMPLES] for row in inputs]
+        scored, lengths = self.rollout_events.scored, sampled_tokens(batch)
+        assert scored is not None  # the round has been scored
+        self._number_completions(len(inputs), self._empty_steps.generation + 1)
+        rewards, earned = self._sampler.end_round(lengths)
+        self._log_probs.end_batch(batch)
         if number == 0:
             self.rollout_events.rollout(inputs, batch)
         gather, shape = self.accelerator.gather, rewards.shape
         groups = Groups(
             rewards,
             scored.rewards_per_func.view(*shape, -1),
-            gather(sampled_tokens(batch)).cpu().view(shape),
+            gather(lengths).cpu().view(shape),
             seeded_generator(self.args.seed, *key),
             strategy.see(earned),
             lambda: self._log_probs.mean_entropies(batch).view(shape),

@@ -1,6 +1,7 @@
 """What the synchronous and the asynchronous trainers share: checks when they are made, runs and their checkpoints."""
 
 import os
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +21,6 @@ from ragen2_trl.trainers.checkpoints import (
     open_checkpoint,
     write_manifest,
 )
-from ragen2_trl.trainers.companions import COMPANIONS, PAPER
 from ragen2_trl.trainers.selection import Selection, Selector, Strategy, strategy_of
 from ragen2_trl.trainers.trl_contract import check_trl
 
@@ -30,6 +30,29 @@ else:
     StockTrainer = object  # it is mixed in before one of TRL's
 
 logger = get_logger(__name__)
+
+# Callbacks that a trainer brings along, as `package.module:name` of a function that takes the trainer: by name, as the
+# filter knows nothing of callbacks and reports.
+COMPANIONS = (
+    "ragen2_trl.callbacks.run_record:keep_record",
+    "ragen2_trl.callbacks.cost:count_cost",
+    "ragen2_trl.callbacks.training_health:keep_watch",
+    "ragen2_trl.callbacks.cold_start:keep_cold_start",
+    "ragen2_trl.callbacks.training_progress:show_progress",
+)
+
+# On the model cards of the trainers.
+PAPER = {
+    "title": "RAGEN-2: Reasoning Collapse in Agentic RL",
+    "id": "2604.06268",
+    "citation": textwrap.dedent("""\
+        @article{wang2026ragen2,
+            title  = {{RAGEN-2: Reasoning Collapse in Agentic RL}},
+            author = {Zihan Wang and Chi Gui and Xing Jin and Qineng Wang and Licheng Liu and Kangrui Wang and Shiqi Chen and Linjie Li and Zhengyuan Yang and Pingyue Zhang and Yiping Lu and Jiajun Wu and Li Fei-Fei and Lijuan Wang and Yejin Choi and Manling Li},
+            year   = 2026,
+            eprint = {arXiv:2604.06268},
+        }"""),  # noqa: E501 -- BibTeX
+}
 
 
 class FilteredRun(StockTrainer):
