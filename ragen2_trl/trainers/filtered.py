@@ -162,29 +162,17 @@ class SNRFilter(FilteredRun):
     def _take_round(self, inputs: list[dict[str, Any]]) -> tuple[Batch, Tensor]:
         """TRL's batch of the next round, with advantages as if it held the groups alone that the round selects.
 
-        With pilots `inputs` become the rows that were sampled in full.
-
         Returns:
             The batch, and (rows,) bool, its rows that are selected.
         """
         assert self._rounds is not None  # a generation is being sampled
-        strategy, number = self._strategy, len(self._rounds)
+        number = len(self._rounds)
         key = self.state.global_step, self._empty_steps.position, number  # tells the round from others of the run
         self._sampler.begin_round(inputs, number, key)
-        self._log_probs.begin_batch(inputs, number)
-        batch: Batch = super()._generate_and_score_completions(inputs)
-        if len(batch["advantages"]) != len(inputs):
-            raise RuntimeError(
-                f"_generate_and_score_completions made a batch of {len(batch['advantages'])} rows from {len(inputs)}; "
-                "allowed with pilots: TRL's own method, which goes on with the lists that it gave to _generate."
-            )
-        if TURN_SAMPLES in inputs[0]:
-            batch[TURN_SAMPLES] = [row[TURN_SAMPLES] for row in inputs]
+        batch = self._sample_round(inputs, number)
         scored, lengths = self.rollout_events.scored, sampled_tokens(batch)
         assert scored is not None  # the round has been scored
-        self._number_completions(len(inputs), self._empty_steps.generation + 1)
         rewards, earned = self._sampler.end_round(lengths)
-        self._log_probs.end_batch(batch)
         if number == 0:
             self.rollout_events.rollout(inputs, batch)
         gather, shape = self.accelerator.gather, rewards.shape
@@ -193,25 +181,51 @@ class SNRFilter(FilteredRun):
             scored.rewards_per_func.view(*shape, -1),
             gather(lengths).cpu().view(shape),
             seeded_generator(self.args.seed, *key),
-            strategy.see(earned),
+            None,
             lambda: self._log_probs.mean_entropies(batch).view(shape),
             lambda: self._exact_sums(scored),
             lambda: gather(batch["advantages"]).view(shape).cpu(),
         )
-        scores, kept = strategy.select(groups)
-        if not strategy.keeps_trl_batch:
-            kept = kept & ~scored.failed.cpu().view(shape)
-        if strategy.own_selector is not None and self.accelerator.num_processes > 1:
-            # Somebody's function may draw from anywhere: processes that select differently wait for ever.
-            (kept,) = broadcast_object_list([kept])
-        selection = Selection(rewards, scores, kept, groups.lengths, self._sampler.policy.predicted)
+        selection = self._select(groups, earned)
         self._rounds.append(selection)
-        own, sums = self._local(kept.flatten()).to(batch["advantages"].device), scored.sums.view(shape)
-        if strategy.zeroes_advantages:
+        kept, sums = selection.kept, scored.sums.view(shape)
+        own = self._local(kept.flatten()).to(batch["advantages"].device)
+        if self._strategy.zeroes_advantages:
             batch["advantages"] = batch["advantages"].masked_fill(~own, 0.0)
-        in_mean = torch.ones_like(kept) if strategy.is_trl_update else kept
+        in_mean = torch.ones_like(kept) if self._strategy.is_trl_update else kept
         self._set_advantages(inputs, batch, replace(selection, rewards=sums, kept=in_mean))
         return batch, own
+
+    def _select(self, groups: Groups, earned: Tensor) -> Selection:
+        """The completions of a round to train on, the same on every process.
+
+        Args:
+            groups: that were sampled in full.
+            earned: (P, G) rewards of all prompts of the round, NaN for completions that were not sampled.
+        """
+        assert self.rollout_events.scored is not None  # the round has been scored
+        scores, kept = self._strategy.select(replace(groups, reward_range=self._strategy.see(earned)))
+        if not self._strategy.keeps_trl_batch:
+            kept = kept & ~self.rollout_events.scored.failed.cpu().view(kept.shape)
+        if self._strategy.own_selector is not None and self.accelerator.num_processes > 1:
+            # Somebody's function may draw from anywhere: processes that select differently wait for ever.
+            (kept,) = broadcast_object_list([kept])
+        return Selection(groups.rewards, scores, kept, groups.lengths, self._sampler.policy.predicted)
+
+    def _sample_round(self, inputs: list[dict[str, Any]], number: int) -> Batch:
+        """TRL's batch of a round, from 0; with pilots `inputs` become the rows that were sampled in full."""
+        self._log_probs.begin_batch(inputs, number)
+        batch: Batch = super()._generate_and_score_completions(inputs)
+        self._number_completions(len(inputs), self._empty_steps.generation + 1)
+        self._log_probs.end_batch(batch)
+        if len(batch["advantages"]) != len(inputs):
+            raise RuntimeError(
+                f"_generate_and_score_completions made a batch of {len(batch['advantages'])} rows from {len(inputs)}; "
+                "allowed with pilots: TRL's own method, which goes on with the lists that it gave to _generate."
+            )
+        if TURN_SAMPLES in inputs[0]:
+            batch[TURN_SAMPLES] = [row[TURN_SAMPLES] for row in inputs]
+        return batch
 
     def _number_completions(self, rows: int, generation: int | None) -> None:
         """Number this process's latest completions in TRL's table, unless a reward function logs such a column."""
