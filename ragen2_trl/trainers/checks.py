@@ -111,12 +111,6 @@ def shares_prompts(trainer: Any) -> bool:
     return bool(wanted and reason is None)
 
 
-def check_router_loss(trainer: Any) -> None:
-    """Raise a `ValueError` for the load-balancing loss of a mixture of experts where dropped rows are part of it."""
-    if trainer.aux_loss_enabled:
-        strategy_class(trainer.args).check_losses(type(trainer), [], trainer.router_aux_loss_coef)
-
-
 def check_selector(selector: Selector | None, args: SNRFilterConfig) -> None:
     """Raise a `ValueError` if a selector is given beside settings that it replaces."""
     if selector is None:

@@ -5,7 +5,6 @@ subclasses do to it.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple
 from itertools import pairwise
 from typing import Any, TypedDict
 
@@ -120,13 +119,9 @@ class MicroBatches:
 
     def state(self) -> MicroBatchState:
         """State for a checkpoint in the middle of a generation batch, of this process."""
-
-        def plain(steps: list[MicroStep]) -> list[tuple[Any, ...]]:
-            return [astuple(step) for step in steps]
-
         return {
-            "steps": None if self.steps is None else plain(self.steps),
-            "dealt": plain(self.dealt),
+            "steps": None if self.steps is None else [(*step,) for step in self.steps],
+            "dealt": [(*step,) for step in self.dealt],
             "segments": self.segments,
             "generated": self.generated,
         }

@@ -5,11 +5,10 @@ trims their padding, and gives each the weight that makes TRL's mean come out ri
 the kept rows, `LosslessPlan` TRL's own mean over all rows, of which it computes those with an advantage.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -42,8 +41,7 @@ class LossMean(Enum):
     ROWS = "over rows of the micro-batch"
 
 
-@dataclass(frozen=True)
-class MicroStep:
+class MicroStep(NamedTuple):
     """The plan for one micro-batch.
 
     Args:

@@ -21,7 +21,7 @@ from ragen2_trl.trainers.checkpoints import (
     open_checkpoint,
     write_manifest,
 )
-from ragen2_trl.trainers.selection import Selection, Selector, Strategy, strategy_of
+from ragen2_trl.trainers.selection import Selection, Selector, Strategy, strategy_class, strategy_of
 from ragen2_trl.trainers.trl_contract import check_trl
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ class FilteredRun(StockTrainer):
     def _check_made(self, selector: Selector | None, plays_episodes: bool) -> None:
         """TRL has made the trainer."""
         self.args = with_hidden_credentials(self.args)  # before others hold them
-        checks.check_router_loss(self)
+        if self.aux_loss_enabled:  # of a mixture of experts
+            strategy_class(self.args).check_losses(type(self), [], self.router_aux_loss_coef)
         checks.check_same_on_all_processes(self.args, self.accelerator.num_processes)
         if plays_episodes:
             checks.warn_of_equal_rows(self.train_dataset)
