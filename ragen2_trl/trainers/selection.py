@@ -212,9 +212,10 @@ def _number(value: Any) -> float | None:
 def joined_selections(rounds: Sequence[Selection]) -> Selection:
     """The groups of all rounds of a step as one selection."""
     parts = zip(*((one.rewards, one.scores, one.kept, one.lengths) for one in rounds), strict=True)
+    rewards, scores, kept, lengths = map(torch.cat, parts)
     predicted = [one.predicted for one in rounds]
     of_all = None if None in predicted else [value for values in predicted for value in values or []]
-    return Selection(*map(torch.cat, parts), of_all)
+    return Selection(rewards, scores, kept, lengths, of_all)
 
 
 def equal_rewards(rewards: Tensor) -> Tensor:
