@@ -26,8 +26,8 @@ from ragen2_trl.instrument.health import is_number
 from ragen2_trl.messages import counted
 from ragen2_trl.record.completions import CompletionLog, Count, read_completion_log, text_of
 from ragen2_trl.sampling.policy import AUDIT, Pilots, Policy, PromptSelection
+from ragen2_trl.trainers.batches import tree_size
 from ragen2_trl.trainers.dealing import Sharing, deal_rows
-from ragen2_trl.trainers.prompt_tree import tree_size
 from ragen2_trl.trainers.selection import Groups, equal_rewards, seeded_generator, strategy_of
 
 Mask = NDArray[np.bool_]
@@ -237,9 +237,9 @@ def kept_rows(log: CompletionLog, seed: int, strategy: str) -> Mask:
             lengths=torch.ones(rewards.shape),
             generator=seeded_generator(seed),
             reward_range=of_run.see(rewards),
-            compute_entropies=lambda: torch.empty(0),
-            compute_sums=sums[groups].double,
-            compute_advantages=own.clone,  # of this generation
+            entropies=lambda: torch.empty(0),
+            sums=sums[groups].double,
+            advantages=own.clone,  # of this generation
         )
         kept[groups] = of_run.select(batch)[1]
     return kept

@@ -85,13 +85,16 @@ class Scored:
     """The result of one call of `_calculate_rewards`.
 
     Args:
-        rewards_per_func: (B, F) rewards by function over all processes, NaN where a function gave no number.
+        rewards_per_func: (B, F) rewards by function over all processes, NaN where a function gave no number, and for
+            failed episodes.
+        sums: (B,) weighted, see `group_rewards`.
         columns: by column, the values that reward functions logged in this call (TRL's `log_extra`) for this process's
             rows; twice as many where two functions logged the same column.
-        failed: (B,) bool over all processes, see `RolloutEvents.without_failed`.
+        failed: (B,) bool over all processes, episodes that their environment could not play to the end.
     """
 
     rewards_per_func: Tensor
+    sums: Tensor
     columns: Mapping[str, list[Any]]
     failed: Tensor
 
@@ -146,43 +149,23 @@ class SamplingEvents:
         self.listeners: list[Listener] = []
         setattr(trainer, _ATTRIBUTE, self)
 
-    def rows(self, inputs: list[dict[str, Any]]) -> None:
-        """Announce that a generation for these rows of the dataset begins, in training or evaluation."""
-        for listener in list(self.listeners):
-            if listener.on_rows is not None:
-                listener.on_rows(inputs)
+    def awaiting(self, event: str) -> list[Any]:
+        """What listeners have subscribed to an event with, by its name in `listen`."""
+        found = (getattr(listener, event) for listener in self.listeners)
+        return [one for one in found if one is not None]
 
-    def announce(self, local: LocalRollout) -> None:
-        """Announce completions sampled for training, before any row is dropped. A call for all processes together."""
+    def tell(self, event: str, *values: Any) -> None:
+        """Announce an event, by its name in `listen`. `on_rollout` is a call for all processes together."""
         with ExitStack() as stack:
-            for listener in self.listeners:
-                if listener.aside is not None:
-                    stack.enter_context(listener.aside())
-            for listener in list(self.listeners):
-                if listener.on_rollout is not None:
-                    listener.on_rollout(local)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a listener takes rollouts."""
-        return any(listener.on_rollout is not None for listener in self.listeners)
-
-    def written(self, tokens: int, completions: int) -> None:
-        """Announce how many tokens and completions the model wrote on this process for training."""
-        for listener in self.listeners:
-            if listener.on_generated is not None:
-                listener.on_generated(tokens, completions)
-
-    def update_pass(self, computed: int, plain: int, rows: int) -> None:
-        """Announce a pass over a generation; see `on_pass` of `listen`."""
-        for listener in self.listeners:
-            if listener.on_pass is not None:
-                listener.on_pass(computed, plain, rows)
+            for aside in self.awaiting("aside") if event == "on_rollout" else ():
+                stack.enter_context(aside())
+            for take in self.awaiting(event):
+                take(*values)
 
     @property
     def needs_all_rows(self) -> bool:
         """Whether a listener computes with rows of groups that carry no signal."""
-        return any(listener.all_rows() for listener in self.listeners if listener.all_rows is not None)
+        return any(needs() for needs in self.awaiting("all_rows"))
 
 
 class RolloutEvents(SamplingEvents):
@@ -193,7 +176,7 @@ class RolloutEvents(SamplingEvents):
 
     Args:
         trainer: TRL's GRPO or RLOO trainer, or a subclass.
-        announces: whether the trainer calls `rows` and `rollout` itself; else they are called around its
+        announces: whether the trainer tells `on_rows` and calls `rollout` itself; else this is done around its
             `_generate_and_score_completions`.
 
     Raises:
@@ -217,40 +200,31 @@ class RolloutEvents(SamplingEvents):
 
     def rollout(self, inputs: list[dict[str, Any]], batch: Batch) -> None:
         """Announce a complete generation for training, with the weights that sampled it, before any row is dropped."""
-        if not self.is_awaited:
+        if not self.awaiting("on_rollout"):
             return
-        prompt_ids, completion_ids, masks, *_ = self._generated
-        # The third value of RLOO's `_generate` is something else.
-        masks = [None] * len(completion_ids) if masks is None or is_rloo(self.trainer) else masks
-        local = LocalRollout(
-            prompt_ids=_as_lists(prompt_ids),
-            completion_ids=_as_lists(completion_ids),
-            tool_masks=_as_lists(masks),
-            has_images=batch.get("pixel_values") is not None,
-            rewards=self.group_rewards.cpu(),
-            inputs=inputs,
-            batch=batch,
-        )
-        self.announce(local)
+        prompt_ids, completion_ids, *_ = self._generated
+        masks = self._masks(self._generated)
+        has_images, rewards = batch.get("pixel_values") is not None, self.group_rewards.cpu()
+        of_rows = _as_lists(prompt_ids), _as_lists(completion_ids), _as_lists(masks)
+        self.tell("on_rollout", LocalRollout(*of_rows, has_images, rewards, inputs, batch))
 
     @property
     def group_rewards(self) -> Tensor:
         """(N, G) of the latest generation, see `group_rewards`."""
         assert self.scored is not None  # a generation has been scored
-        per_func = self.scored.rewards_per_func
-        return group_rewards(per_func, self.trainer.reward_weights, self.trainer.num_generations)
+        return self.scored.sums.view(-1, self.trainer.num_generations)
 
     def generated(self, generated: Any) -> None:
         """Announce completions that were sampled for training, in the form of a result of `_generate`."""
-        if any(listener.on_generated is not None for listener in self.listeners):
-            self.written(self._tokens_written(generated), len(generated[1]))
+        if self.awaiting("on_generated"):
+            self.tell("on_generated", self._tokens_written(generated), len(generated[1]))
 
     @property
     def conversations(self) -> list[tuple[Any, Any, int]]:
         """For each row of the latest generation on this process, its prompt and completion as reward functions get
         them, and how many tokens the model wrote."""
-        written = [int(sum(mask)) for mask in self._masks(self._generated)]
-        return list(zip(self._prompts, texts_of(self.trainer, self._generated), written, strict=True))
+        texts = texts_of(self.trainer, self._generated)
+        return list(zip(self._prompts, texts, self._written(self._generated), strict=True))
 
     @property
     def has_generated(self) -> bool:
@@ -277,15 +251,13 @@ class RolloutEvents(SamplingEvents):
         self._ahead = self.trainer._calculate_rewards(rows, self._prompts, completions, completion_ids)
         return self._ahead
 
-    def without_failed(self, rows: list[dict[str, Any]], rewards: Tensor) -> tuple[Tensor, Tensor]:
-        """Rewards in which failed episodes have none, from any function. A call for all processes together.
+    def scored_rows(self, rows: list[dict[str, Any]], rewards: Tensor, columns: Mapping[str, list[Any]]) -> Scored:
+        """What reward functions said of some rows; failed episodes have no reward. A call for all processes together.
 
         Args:
             rows: this process's rows, as reward functions see them.
             rewards: (B, F) by function, over all processes.
-
-        Returns:
-            (B, F), NaN in the rows of such episodes, and (B,) bool, these rows.
+            columns: that they logged.
 
         Raises:
             ConnectionError: if too many episodes have failed.
@@ -303,7 +275,8 @@ class RolloutEvents(SamplingEvents):
             key, of_task = f"env/{task}/failed", [failure is not None for name, failure in told if name == task]
             if key not in trainer._pending_metrics:  # which a reward function has not told
                 trainer._pending_metrics[key].append(sum(of_task) / len(of_task))
-        return rewards.masked_fill(failed.unsqueeze(1), torch.nan), failed
+        rewards = rewards.masked_fill(failed.unsqueeze(1), torch.nan)
+        return Scored(rewards, group_rewards(rewards, trainer.reward_weights, 1).flatten(), columns, failed)
 
     def watched(self, factory: Callable[[], Any]) -> Callable[[], Any]:
         """An `environment_factory` of environments with an `EnvironmentWatch`."""
@@ -340,13 +313,18 @@ class RolloutEvents(SamplingEvents):
         """By the model on this process; its turn samples included."""
         fields = [one for one in generated[3:] if isinstance(one, dict) and TURN_SAMPLES in one]
         further = [sample["env_mask"] for one in fields for samples in one[TURN_SAMPLES] for sample in samples]
-        return sum(int(sum(mask)) for mask in [*self._masks(generated), *further])
+        return sum(self._written(generated)) + sum(int(sum(mask)) for mask in further)
 
-    def _masks(self, generated: Any) -> list[list[int]]:
-        """For each completion, 1 for each id that the model wrote and 0 for the others."""
+    def _written(self, generated: Any) -> list[int]:
+        """For each completion, how many tokens the model wrote."""
+        masks = zip(generated[1], self._masks(generated), strict=True)
+        return [len(ids) if mask is None else int(sum(mask)) for ids, mask in masks]
+
+    def _masks(self, generated: Any) -> list[list[int] | None]:
+        """For each completion, 1 for each id that the model wrote and 0 for the others; `None` without turns."""
         _, completion_ids, masks, *_ = generated
         if masks is None or is_rloo(self.trainer):  # whose third value is something else
-            return [[1] * len(ids) for ids in completion_ids]
+            return [None] * len(completion_ids)
         return list(masks)
 
     def _note_rewards(self, calculate: Callable[..., Tensor], rows: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -355,13 +333,13 @@ class RolloutEvents(SamplingEvents):
             return rewards
         pending = self.trainer._pending_extra_logs  # TRL moves it to its table of completions later
         before = {column: len(values) for column, values in pending.items()}
-        rewards, failed = self.without_failed(rows, calculate(rows, *args, **kwargs))
+        rewards = calculate(rows, *args, **kwargs)
         logged = {column: list(values[before.get(column, 0) :]) for column, values in pending.items()}
-        self.scored = Scored(rewards, {column: values for column, values in logged.items() if values}, failed)
-        return rewards
+        self.scored = self.scored_rows(rows, rewards, {column: one for column, one in logged.items() if one})
+        return self.scored.rewards_per_func
 
     def _around_sampling(self, sample: Callable[[Any], Batch], inputs: Any) -> Batch:
-        self.rows(inputs)
+        self.tell("on_rows", inputs)
         batch = sample(inputs)
         if self.trainer.model.training:
             self.rollout(inputs, batch)

@@ -138,7 +138,7 @@ def no_figures_where_nobody_looks(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_record_where_nobody_looks(request, monkeypatch):
     if request.path.stem.startswith(WITHOUT_RECORD):
-        monkeypatch.setattr("ragen2_trl.trainers.filtered.COMPANIONS", ())
+        monkeypatch.setattr("ragen2_trl.trainers.runs.COMPANIONS", ())
         monkeypatch.setattr("accelerate.utils.imports._is_package_available", is_package_available)
 
 

@@ -28,7 +28,7 @@ def reads(monkeypatch):
 
 
 def test_a_measurement_reads_no_more_completions_than_it_scores(policy_path, make_args, reads, monkeypatch):
-    monkeypatch.setattr("ragen2_trl.trainers.filtered.COMPANIONS", ())  # health counts what is valid of all
+    monkeypatch.setattr("ragen2_trl.trainers.runs.COMPANIONS", ())  # health counts what is valid of all
     replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
     for group in replay.completions.values():  # no white space, which counts as no reasoning at either end
         group[:] = [[40 + token % 100 for token in completion] for completion in group]

@@ -137,7 +137,7 @@ def test_a_round_is_as_large_as_the_kept_fraction_makes_it():
 
 def test_datasets_without_rows_are_refused(policy_path, make_args):
     dataset = IterableDataset.from_generator(lambda: ({"prompt": prompt} for prompt in WORDS))
-    with pytest.raises(ValueError, match="snr_dynamic_sampling_rounds=2 draws further prompts by their row"):
+    with pytest.raises(ValueError, match="snr_dynamic_sampling_rounds=2 draws prompts by their row"):
         SNRFilteredGRPOTrainer(
             policy_path,
             lambda completions, **_: [0.0] * len(completions),

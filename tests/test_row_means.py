@@ -12,7 +12,7 @@ from algorithms import GRPO, RLOO
 from conftest import PROMPTS
 
 from ragen2_trl.rollout_events import end_tokens
-from ragen2_trl.sampling.row_means import RowMeans
+from ragen2_trl.sampling.row_means import Call, average
 
 RUN = {
     "per_device_train_batch_size": 64,
@@ -99,20 +99,29 @@ def test_a_log_row_has_means_over_every_completion_that_was_scored(algorithm, wa
 # The arithmetic
 
 
+class Calls:
+    """Calls of a generation, whose values come after those that are there."""
+
+    def __init__(self, metrics):
+        self.metrics, self.ended = metrics, []
+        self.add(0)
+
+    def add(self, rows, by_name=None):
+        self.ended.append(Call({name: len(values) for name, values in self.metrics.items()}, rows, by_name or {}))
+
+    def averaged(self):
+        average(self.metrics, self.ended, torch.zeros(1, 1), torch.ones(1), ["nothing"])
+        return self.metrics
+
+
 def collected(*calls, name="odd", before=()):
     """A metric's values after calls of (rows, value), where some were logged before."""
     metrics = {name: list(before)}
-    means = RowMeans(metrics)
+    means = Calls(metrics)
     for rows, value in calls:
         metrics[name].append(value)
         means.add(rows)
-    return closed(means)[name]
-
-
-def closed(means):
-    means.scored.append(torch.zeros(1, 1))
-    means.close(torch.ones(1), ["nothing"])
-    return means.metrics
+    return means.averaged()[name]
 
 
 def test_values_are_weighed_by_the_rows_of_their_calls():
@@ -137,19 +146,19 @@ def test_of_extremes_the_extreme_is_kept(name, value):
 
 def test_a_call_inside_another_speaks_for_its_own_rows():
     metrics = {"inner": [], "outer": []}
-    means = RowMeans(metrics)
+    means = Calls(metrics)
     for rows, value in ((1, 1.0), (3, 0.0)):
         metrics["inner"].append(value)
         means.add(rows)
         metrics["outer"].append(value)
         means.add(8)
-    assert closed(means) == {"inner": [0.25], "outer": [0.5]}
+    assert means.averaged() == {"inner": [0.25], "outer": [0.5]}
 
 
 def test_metrics_of_a_part_of_the_rows_are_weighed_by_it():
     """TRL logs 0 for a call without a completion that ended, or without a tool call."""
     metrics = defaultdict(list)
-    means = RowMeans(metrics)
+    means = Calls(metrics)
     for rows, clipped, length, calls, failures in (
         (4, 0.75, 8.0, 1.0, 0.5),
         (8, 0.25, 4.0, 2.0, 0.25),
@@ -163,7 +172,7 @@ def test_metrics_of_a_part_of_the_rows_are_weighed_by_it():
         means.add(rows)
         metrics["kl"].append(length)
         means.add(rows, {"kl": 2.0 * calls})
-    found = closed(means)
+    found = means.averaged()
     assert found["completions/mean_terminated_length"] == [(8.0 + 6 * 4.0) / 7]
     assert found["completions/min_terminated_length"] == [4.0]
     assert found["tools/failure_frequency"] == [(2 + 4) / (4 + 16)]
@@ -172,9 +181,9 @@ def test_metrics_of_a_part_of_the_rows_are_weighed_by_it():
 
 def test_names_with_values_from_elsewhere_are_left_as_they_are():
     metrics = {"odd": []}
-    means = RowMeans(metrics)
+    means = Calls(metrics)
     for value in (1.0, 0.0):
         metrics["odd"].append(value)
         means.add(4)
     metrics["odd"].append(0.5)
-    assert closed(means) == {"odd": [1.0, 0.0, 0.5]}
+    assert means.averaged() == {"odd": [1.0, 0.0, 0.5]}

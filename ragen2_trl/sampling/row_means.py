@@ -8,8 +8,8 @@ captured, and their metrics computed once over all completions that were scored.
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from trl.trainer.utils import nanstd
 
@@ -19,69 +19,61 @@ TOKEN_MEANS = ("kl", "sampling/sampling_logp_difference/mean", "sampling/importa
 """Means over the trainable tokens of a batch: RLOO's distance to the reference, and vLLM's to the policy."""
 
 
-class RowMeans:
-    """The values that the calls of one generation append to TRL's metrics.
+class Call(NamedTuple):
+    """A call of TRL's methods that has ended: the values that it appended, and no call inside it, speak for its rows.
+
+    Args:
+        counts: numbers of values by then, by the name of the metric. The first of a generation's tells where it began.
+        rows: of the call.
+        by_name: other numbers than `rows`, by the name of the metric.
+    """
+
+    counts: Mapping[str, int]
+    rows: float
+    by_name: Mapping[str, float] = {}
+
+
+def average(
+    metrics: dict[str, list[float]], calls: Sequence[Call], per_func: Tensor, weights: Tensor, names: Sequence[str]
+) -> None:
+    """Replace a generation's values of each metric by one: their mean over rows, or for `min` and `max` their extreme.
 
     Args:
         metrics: TRL's lists of values by name, for the next log row.
+        calls: in the order of their ends.
+        per_func: (rows, F) rewards by function, of all completions that were scored.
+        weights: (F,) of the reward functions.
+        names: of the reward functions.
     """
+    exact = reward_metrics(per_func, weights, names)
+    for name, own in {name: _weights_of(name, metrics, calls) for name in metrics}.items():
+        values, start = metrics[name], calls[0].counts.get(name, 0)
+        if not own or len(values) != start + len(own):
+            continue
+        valid = [(one, w) for one, w in zip(values[start:], own, strict=True) if w > 0 and not math.isnan(one)]
+        if name in exact:
+            values[start:] = exact[name]
+        elif len(own) > 1 and valid:
+            values[start:] = [_joined(name, *zip(*valid, strict=True))]
 
-    def __init__(self, metrics: dict[str, list[float]]):
-        self.metrics = metrics
-        self.start = {name: len(values) for name, values in metrics.items()}
-        # What the calls speak for, in the order of their ends: numbers of values by then, rows, and others by name.
-        self.calls: list[tuple[dict[str, int], float, Mapping[str, float]]] = []
-        self.scored: list[Tensor] = []  # (rows, F) rewards by function over all processes, of each round
 
-    def add(self, rows: float, by_name: Mapping[str, float] | None = None) -> None:
-        """A call has ended: what it appended, and no call inside it, speaks for this many rows; others by name."""
-        self.calls.append(({name: len(values) for name, values in self.metrics.items()}, rows, by_name or {}))
+def _weights_of(name: str, metrics: Mapping[str, list[float]], calls: Sequence[Call]) -> list[float]:
+    """Of each value of a metric, what it speaks for."""
+    start, weights = calls[0].counts.get(name, 0), list[float]()
+    for call in calls[1:]:
+        new = call.counts.get(name, 0) - start - len(weights)
+        if new:
+            weights += [call.by_name.get(name, call.rows * _part(name, metrics, call.counts))] * new
+    return weights
 
-    def end_round(self, per_func: Tensor, tokens: int, rows: int) -> None:
-        """TRL has made its batch of a round.
 
-        Args:
-            per_func: (rows, F) rewards by function, of all completions that were scored.
-            tokens: of the batch that are trainable.
-            rows: of the batch on this process.
-        """
-        self.scored.append(per_func)
-        self.add(len(per_func), {"frac_reward_zero_std": rows, **dict.fromkeys(TOKEN_MEANS, tokens)})
-
-    def close(self, weights: Tensor, names: Sequence[str]) -> None:
-        """Replace the values of each name by one: their mean over rows, or for `min` and `max` their extreme.
-
-        Args:
-            weights: (F,) of the reward functions.
-            names: of the reward functions.
-        """
-        exact = reward_metrics(torch.cat(self.scored), weights, names)
-        for name, own in {name: self._weights_of(name) for name in self.metrics}.items():
-            values, start = self.metrics[name], self.start.get(name, 0)
-            if not own or len(values) != start + len(own):
-                continue
-            valid = [(one, w) for one, w in zip(values[start:], own, strict=True) if w > 0 and not math.isnan(one)]
-            if name in exact:
-                values[start:] = exact[name]
-            elif len(own) > 1 and valid:
-                values[start:] = [_joined(name, *zip(*valid, strict=True))]
-
-    def _weights_of(self, name: str) -> list[float]:
-        """Of each value of a metric, what it speaks for."""
-        start, weights = self.start.get(name, 0), list[float]()
-        for counts, rows, by_name in self.calls:
-            new = counts.get(name, 0) - start - len(weights)
-            if new:
-                weights += [by_name.get(name, rows * self._part(name, counts))] * new
-        return weights
-
-    def _part(self, name: str, counts: Mapping[str, int]) -> float:
-        """The part of a call's rows, or of its rows' tool calls, that a metric is about: TRL logs it, too."""
-        if name.startswith("completions/") and name.endswith("_terminated_length"):
-            return 1 - self.metrics["completions/clipped_ratio"][counts["completions/clipped_ratio"] - 1]
-        if name == "tools/failure_frequency":
-            return self.metrics["tools/call_frequency"][counts["tools/call_frequency"] - 1]
-        return 1
+def _part(name: str, metrics: Mapping[str, list[float]], counts: Mapping[str, int]) -> float:
+    """The part of a call's rows, or of its rows' tool calls, that a metric is about: TRL logs it, too."""
+    if name.startswith("completions/") and name.endswith("_terminated_length"):
+        return 1 - metrics["completions/clipped_ratio"][counts["completions/clipped_ratio"] - 1]
+    if name == "tools/failure_frequency":
+        return metrics["tools/call_frequency"][counts["tools/call_frequency"] - 1]
+    return 1
 
 
 def reward_metrics(per_func: Tensor, weights: Tensor, names: Sequence[str]) -> dict[str, list[float]]:

@@ -17,11 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen2_trl.rollout_events import Scored, group_rewards, texts_of
+from ragen2_trl.rollout_events import Scored, is_rloo
 from ragen2_trl.sampling.policy import Permutation, Policy
-from ragen2_trl.sampling.row_means import RowMeans
-from ragen2_trl.trainers.batches import loss_mask
-from ragen2_trl.trainers.processes import own_share
+from ragen2_trl.sampling.row_means import TOKEN_MEANS, Call, average
 from ragen2_trl.trainers.selection import rewards_to_score
 
 Row = dict[str, Any]
@@ -73,9 +71,11 @@ class PromptSampler:
         self.accelerator = trainer.accelerator
         self.size: int = trainer.args.num_generations
         self.first = 0 if policy.pilots is None else policy.pilots.count  # completions of a pilot, G0
+        self.place_of_texts = 2 if is_rloo(trainer) else 3  # in a result of `_generate`
         self.asks_policy = policy.order is not None or policy.pilots is not None
         self.round: Round | None = None
-        self.means: RowMeans | None = None  # where a generation takes several calls of TRL's methods
+        self.calls: list[Call] = []  # of TRL's methods, where a generation takes several
+        self.scored: list[Tensor] = []  # (rows, F) rewards by function over all processes, of each round
 
     def begin_round(self, inputs: list[Row], number: int, key: tuple[int, ...]) -> None:
         """TRL is about to sample these rows of this process, G for each prompt.
@@ -85,7 +85,9 @@ class PromptSampler:
         """
         if number == 0:
             self.policy.rounds = self.trainer.args.snr_dynamic_sampling_rounds  # it may be changed in a run
-            self.means = RowMeans(self.trainer._metrics["train"]) if self.first or self.policy.rounds else None
+            self.forget()
+            if self.first or self.policy.rounds:
+                self._note_call(0)
             if self.asks_policy:
                 numbers = self.policy.begin_step(len(inputs) * self.accelerator.num_processes // self.size)
                 inputs[:] = inputs if numbers is None else self._own_rows(numbers)
@@ -99,14 +101,14 @@ class PromptSampler:
 
     def _own_rows(self, numbers: list[int]) -> list[Row]:
         """This process's rows, G for each prompt: the same object until they are sampled."""
-        own = own_share([row for row in numbers for _ in range(self.size)], self.accelerator)
-        prompts = {row: self.rows[row] for row in dict.fromkeys(own)}
-        return [prompts[row] for row in own]
+        own = np.repeat(numbers, self.size).reshape(self.accelerator.num_processes, -1)[self.accelerator.process_index]
+        prompts = {row: self.rows[row] for row in dict.fromkeys(own.tolist())}
+        return [prompts[row] for row in own.tolist()]
 
     def _separate(self, inputs: list[Row], rows: Sequence[int]) -> None:
         """Give each of some rows an object of its own, as an episode may write into it, and announce them."""
         inputs[:] = separate(inputs, rows)
-        self.trainer.rollout_events.rows([inputs[row] for row in rows])
+        self.trainer.rollout_events.tell("on_rows", [inputs[row] for row in rows])
 
     # In place of methods of TRL's
 
@@ -128,18 +130,18 @@ class PromptSampler:
         self._score_pilots(of_pilots, sampled, completions, calculate, prompts)
 
         current.in_full = self.policy.choose(current.rewards[:, :first], *current.key).in_full
-        mine = own_share(current.in_full, self.accelerator)
+        mine = current.in_full.reshape(self.accelerator.num_processes, -1)[self.accelerator.process_index]
         current.chosen = np.flatnonzero(mine).tolist()
         dropped = [one for number, one in enumerate(completions) if not mine[number // first]]
-        trainer.rollout_events.generated(of_rows(sampled, len(of_pilots), dropped))  # they are in no batch
         kept = [prompt * size + member for prompt in current.chosen for member in range(size)]
         for name, values in self._lists_by_row().items():
             setattr(trainer, name, [values[row] for row in kept])
         inputs[:], prompts[:] = [inputs[row] for row in kept], [prompts[row] for row in kept]
         remaining = self._remaining()
         further = by_row(self._sample(remaining, size - first, generate, prompts), len(remaining))
-        merged = self._interleaved(self._of_chosen(completions), further)
-        result: tuple[Any, ...] = of_rows(sampled, len(of_pilots), merged)
+        result: tuple[Any, ...] = of_rows(sampled, len(of_pilots), self._whole(completions, further))
+        of_dropped = of_rows(sampled, len(of_pilots), dropped)  # they are in no batch
+        trainer.rollout_events.generated(of_dropped)
         return result
 
     def calculate(self, calculate: Calculate, *rows: list[Any]) -> Tensor:
@@ -150,7 +152,8 @@ class PromptSampler:
         current, remaining, first = self._current(), self._remaining(), self.first
         assert current.pilots is not None  # they were scored in `generate`
         scored, metrics = self._score(remaining, calculate, *([values[row] for row in remaining] for values in rows))
-        current.rewards[current.in_full, first:] = self._to_score(scored, self.size - first, len(remaining))
+        further = self._to_score(scored, self.size - first, len(remaining))
+        current.rewards[current.in_full, first:] = further.double().cpu().numpy()
         self._log_columns(current.pilots.columns, scored.columns)
         self._log_metrics(current.metrics, metrics)
         of_pilots = current.pilots.rewards_per_func.to(scored.rewards_per_func)
@@ -163,26 +166,38 @@ class PromptSampler:
     def _counted(self, call: Callable[..., Any], *rows: list[Any]) -> Any:
         """The result of a call for some rows, for which its metrics speak."""
         result = call(*rows)
-        if self.means is not None:
-            self.means.add(len(rows[0]))
+        if self.calls:
+            self._note_call(len(rows[0]))
         return result
+
+    def _note_call(self, rows: int, by_name: Mapping[str, float] | None = None) -> None:
+        counts = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
+        self.calls.append(Call(counts, rows, by_name or {}))
 
     # TRL has made its batch
 
-    def end_round(self, batch: dict[str, Any], rows: int) -> None:
-        """TRL's batch of so many rows is made, and its metrics speak for them. A call for all processes together."""
-        scored = self.trainer.rollout_events.scored
-        if self.means is not None and self.round is not None:
-            given_up = [] if self.round.given_up is None else [self.round.given_up]
-            tokens = self.accelerator.reduce(loss_mask(batch).sum(), reduction="sum").item()
-            self.means.end_round(torch.cat([scored.rewards_per_func, *given_up]), tokens, rows)
+    def end_round(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """TRL's batch is made, and its metrics speak for its rows. A call for all processes together.
 
-    def learn(self, rewards: Tensor) -> Tensor:
-        """Take in the rewards of the groups that TRL has scored, (n, G).
+        Args:
+            lengths: (rows,) tokens that the model wrote.
 
         Returns:
-            (P, G) rewards of all prompts of the round, NaN for completions that were not sampled.
+            (n, G) the rewards that score its groups, over all processes, and (P, G) those of all prompts of the round,
+            NaN for completions that were not sampled.
         """
+        scored, current = self.trainer.rollout_events.scored, self._current()
+        if self.calls:
+            given_up = [] if current.given_up is None else [current.given_up]
+            tokens = self.accelerator.reduce(lengths.sum(), reduction="sum").item()
+            self.scored.append(torch.cat([scored.rewards_per_func, *given_up]))
+            of_batch = {"frac_reward_zero_std": len(lengths), **dict.fromkeys(TOKEN_MEANS, tokens)}
+            self._note_call(len(self.scored[-1]), of_batch)
+        rewards = self._to_score(scored, self.size, len(lengths))
+        return rewards, self.learn(rewards)
+
+    def learn(self, rewards: Tensor) -> Tensor:
+        """The second result of `end_round`, which the policy takes in, from the first."""
         of_round = self._current().rewards
         earned = rewards.double().cpu() if of_round is None else torch.from_numpy(of_round)
         if self.asks_policy:
@@ -191,14 +206,16 @@ class PromptSampler:
 
     def end_step(self) -> dict[str, float]:
         """Metrics of a step whose rounds are sampled; TRL's become means over what they speak for."""
-        if self.means is not None and (self.first or len(self.means.scored) > 1):
-            self.means.close(self.trainer.reward_weights, self.trainer.reward_func_names)
+        trainer = self.trainer
+        if self.calls and (self.first or len(self.scored) > 1):
+            of_trainer = trainer.reward_weights, trainer.reward_func_names
+            average(trainer._metrics["train"], self.calls, torch.cat(self.scored), *of_trainer)
         self.forget()
         return self.policy.metrics() if self.asks_policy else {}
 
     def forget(self) -> None:
         """No round is being sampled any more."""
-        self.round = self.means = None
+        self.round, self.calls, self.scored = None, [], []
 
     def _current(self) -> Round:
         if self.round is None:
@@ -212,15 +229,14 @@ class PromptSampler:
         """Rows of chosen prompts that are no pilots."""
         return [row for row in range(len(self._current().inputs)) if row % self.size >= self.first]
 
-    def _of_chosen(self, of_pilots: list[Any]) -> list[Any]:
-        """Values of this process's pilots whose prompts are chosen."""
-        first = self.first
-        return [value for prompt in self._current().chosen for value in of_pilots[prompt * first :][:first]]
-
-    def _interleaved(self, pilots: list[Any], remaining: list[Any]) -> list[Any]:
-        """Values of the chosen prompts' pilots and remaining completions, in the order of rows."""
-        values = iter(pilots), iter(remaining)
-        return [next(values[row % self.size >= self.first]) for row in range(len(self._current().inputs))]
+    def _whole(self, of_pilots: list[Any], of_remaining: list[Any]) -> list[Any]:
+        """Values of whole groups, from those of all pilots and of the chosen prompts' remaining completions."""
+        first, rest = self.first, self.size - self.first
+        of_groups = (
+            [*of_pilots[prompt * first :][:first], *of_remaining[place * rest :][:rest]]
+            for place, prompt in enumerate(self._current().chosen)
+        )
+        return [value for of_group in of_groups for value in of_group]
 
     def _sample(self, rows: list[int], members: int, generate: Generate, prompts: list[Any]) -> tuple[Any, ...]:
         """The result of TRL's `_generate` for some rows."""
@@ -241,9 +257,10 @@ class PromptSampler:
         # TRL puts the fields of a rollout function into its rows before it scores them.
         fields = [next((one for one in values if isinstance(one, dict)), {}) for values in completions]
         scored_rows = [{**current.inputs[row], **own} for row, own in zip(rows, fields, strict=True)]
-        values = scored_rows, [prompts[row] for row in rows], texts_of(self.trainer, sampled), sampled[1]
+        values = scored_rows, [prompts[row] for row in rows], sampled[self.place_of_texts], sampled[1]
         current.pilots, current.metrics = self._score(rows, calculate, *values)
-        current.pilot_rows, scores = len(rows), self._to_score(current.pilots, self.first, len(rows))
+        scores = self._to_score(current.pilots, self.first, len(rows)).double().cpu().numpy()
+        current.pilot_rows = len(rows)
         current.rewards = np.full((len(scores), self.size), np.nan)
         current.rewards[:, : self.first] = scores
 
@@ -253,18 +270,19 @@ class PromptSampler:
         """The rewards and columns of some rows, and the metrics that reward functions logged for them."""
         trainer = self.trainer
         with self._part(rows, self.size):
-            rewards, failed = trainer.rollout_events.without_failed(values[0], self._counted(calculate, *values))
-        columns, metrics = dict(trainer._pending_extra_logs), dict(trainer._pending_metrics)
+            rewards, columns = self._counted(calculate, *values), dict(trainer._pending_extra_logs)
+            scored = trainer.rollout_events.scored_rows(values[0], rewards, columns)
+        metrics = dict(trainer._pending_metrics)
         trainer._pending_extra_logs.clear()
         trainer._pending_metrics.clear()
-        return Scored(rewards, columns, failed), metrics
+        return scored, metrics
 
-    def _to_score(self, scored: Scored, members: int, rows: int) -> Any:
-        """(n, members) float64, the rewards that score groups of so many completions, of so many rows here."""
-        trainer = self.trainer
-        sums = group_rewards(scored.rewards_per_func, trainer.reward_weights, members)
-        rewards = rewards_to_score(trainer.args.snr_score_reward, sums, trainer.reward_func_names, scored, rows)
-        return rewards.double().cpu().numpy()
+    def _to_score(self, scored: Scored, members: int, rows: int) -> Tensor:
+        """(n, members) the rewards that score groups of so many completions, of so many rows here."""
+        sums, name = scored.sums.view(-1, members), self.trainer.args.snr_score_reward
+        if name is None:
+            return sums
+        return rewards_to_score(name, sums, self.trainer.reward_func_names, scored, rows)
 
     def _log_columns(self, of_pilots: Mapping[str, list[Any]], of_remaining: Mapping[str, list[Any]]) -> None:
         """Hand TRL the columns of whole groups. A column has one block of values for each function that logged it."""
@@ -281,8 +299,8 @@ class PromptSampler:
             first = blocks(of_pilots.get(column, []), pilots)
             second = blocks(of_remaining.get(column, []), remaining)
             for number in range(max(len(first), len(second))):
-                own = self._of_chosen(padded(first, number, pilots)), padded(second, number, remaining)
-                self.trainer._pending_extra_logs[column] += self._interleaved(*own)
+                own = padded(first, number, pilots), padded(second, number, remaining)
+                self.trainer._pending_extra_logs[column] += self._whole(*own)
 
     def _log_metrics(self, of_pilots: Mapping[str, list[float]], of_remaining: Mapping[str, list[float]]) -> None:
         """Hand TRL the metrics of both stages as means over their completions.

@@ -23,17 +23,14 @@ from trl.trainer.utils import get_callable_name
 from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.filtering import SCORES, group_score
 from ragen2_trl.metrics import GENERATION
-from ragen2_trl.names import named_object
-from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.rollout_events import LocalRollout, SamplingEvents, extend, log_row
 from ragen2_trl.rotary import length_dependent
 from ragen2_trl.trainers import checks
 from ragen2_trl.trainers.async_groups import ArrivedGroup, GroupLedger, GroupQueue
 from ragen2_trl.trainers.async_rollouts import filtered_loop
-from ragen2_trl.trainers.checkpointed import WholeCheckpoints
 from ragen2_trl.trainers.checkpoints import RunState
-from ragen2_trl.trainers.companions import COMPANIONS, PAPER
 from ragen2_trl.trainers.config import SNRFilterConfig, check_required
+from ragen2_trl.trainers.runs import FilteredRun
 from ragen2_trl.trainers.selection import (
     Groups,
     Selection,
@@ -41,9 +38,7 @@ from ragen2_trl.trainers.selection import (
     joined_selections,
     seeded_generator,
     strategy_class,
-    strategy_of,
 )
-from ragen2_trl.trainers.trl_contract import check_trl
 
 _DRAW = 0xA57  # tells our draws from others of the same seed
 _REQUIRED: dict[str, tuple[Any, str]] = {
@@ -92,7 +87,7 @@ class SNRFilteredAsyncGRPOConfig(SNRFilterConfig, AsyncGRPOConfig):
         return int(self.gradient_accumulation_steps)
 
 
-class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
+class SNRFilteredAsyncGRPOTrainer(FilteredRun, AsyncGRPOTrainer):
     """
     Asynchronous GRPO on the prompt groups that carry signal (arXiv 2604.06268, Section 3.3).
 
@@ -138,11 +133,9 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
 
     _tag_names = ["trl", "async-grpo", "snr-filter", "ragen2"]  # noqa: RUF012 -- TRL declares it so
     _name = "SNR-filtered asynchronous GRPO"
-    _paper = PAPER
     _config_class: ClassVar[type] = SNRFilteredAsyncGRPOConfig
     _trl_config_class: ClassVar[type] = AsyncGRPOConfig
     num_iterations = 1  # updates of a group
-    latest_selection: Selection | None = None
     _has_begun = False
 
     def __init__(
@@ -155,28 +148,17 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         selector: Selector | None = None,
         **kwargs: Any,
     ):
-        check_trl(type(self))
-        if args is None:
-            args = self._config_class(f"{model.split('/')[-1]}-{self._name.replace(' ', '-')}")
-        checks.check_prompt_column(train_dataset, kwargs.get("environment_factory"))
-        args = checks.with_snr_fields(args, self._config_class, self._trl_config_class)
-        checks.check_loss_of_trl(type(self), args)
-        checks.check_selector(selector, args)
+        environments = kwargs.get("environment_factory")
+        args = self._checked_args(model, args, train_dataset, selector, environments)
         self.pilot_generations = _pilots_of(args, kwargs)
         super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
-        self.args = with_hidden_credentials(self.args)  # before others hold them
-        checks.check_router_loss(self)
-        checks.check_same_on_all_processes(self.args, self.accelerator.num_processes)
-        if kwargs.get("environment_factory") is not None:
-            checks.warn_of_equal_rows(self.train_dataset)
+        self._check_made(selector, environments is not None)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self.reward_funcs = [func for func in funcs if func is not None]
         self.reward_func_names = [get_callable_name(func) for func in self.reward_funcs]
         self.reward_weights = torch.ones(len(self.reward_funcs))  # TRL sums them
         self.num_generations = self.args.num_generations
         self._tokenizer: Any = self.processing_class
-        named = self.args.snr_selector
-        self._own_selector = selector if named is None else named_object(named, "snr_selector")
         worker: Any = self.rollout_worker
         loop = worker._loop_cls if isinstance(worker, AsyncRolloutWorker) else None
         if isinstance(loop, type) and loop._score_group is _AsyncRolloutLoop._score_group:
@@ -184,15 +166,12 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
             worker._loop_cls = partial(filtered_loop, loop, pilots=self.pilot_generations, **settings)
         self._begin_run()
         self.rollout_events = SamplingEvents(self)
-        for companion in COMPANIONS:
-            named_object(companion, "companion")(self)
+        self._add_companions()
 
     def _begin_run(self) -> None:
         """No state of an earlier run."""
         self.latest_selection, self._has_begun = None, False
-        weights = self.reward_weights.tolist()
-        known = checks.known_range(self.reward_funcs, self.reward_func_names, weights, self.args.snr_score_reward)
-        self._strategy = strategy_of(self.args, self._own_selector, known)
+        self._strategy = self._new_strategy()
         # Of micro-batches that are collated and not logged: see `on_pass`, and rows by group.
         self._passes: deque[tuple[int, int, int, Counter[int]]] = deque()
         self._micro_steps = 0  # of the present optimizer step
@@ -223,9 +202,10 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
             advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float64)
             if strategy.zeroes_advantages:
                 advantages = advantages.masked_fill(~kept_rows, 0.0)
-            given = zip(rows, advantages.tolist(), strategy.plan.in_mean(kept_rows).tolist(), strict=True)
+            given = zip(rows, advantages.tolist(), kept_rows.tolist(), strict=True)
+            everything = strategy.is_trl_update  # whose mean is over all rows
             # TRL logs metrics of the rows that it gets, and we log those of all.
-            rows = [replace(row, advantage=one, metrics={}) for row, one, is_in_mean in given if is_in_mean]
+            rows = [replace(row, advantage=one, metrics={}) for row, one, is_kept in given if is_kept or everything]
         return Selection(rewards, scores, kept, lengths), rows
 
     # A micro-batch is collated, and trained
@@ -275,9 +255,10 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         groups: list[ArrivedGroup] = []
         if self._groups is not None:
             groups = [group for group, _ in self._groups.arrivals if not group.tags[0].given_up]
-            self.rollout_events.written(self._groups.sampled["tokens"], self._groups.sampled["completions"])
+            sampled = self._groups.sampled
+            self.rollout_events.tell("on_generated", sampled["tokens"], sampled["completions"])
             self._groups.sampled.clear()
-        if not self.rollout_events.is_awaited:
+        if not self.rollout_events.awaiting("on_rollout"):
             return
         (rewards,) = broadcast_object_list([torch.cat([one.rewards() for one in groups]) if groups else None])
         if rewards is not None:
@@ -285,7 +266,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
             usual = model.config._attn_implementation
             model.set_attn_implementation("sdpa")  # without TRL's tree, which its own needs arguments for
             try:
-                self.rollout_events.announce(_local_rollout(groups, rewards.float()))
+                self.rollout_events.tell("on_rollout", _local_rollout(groups, rewards.float()))
             finally:
                 model.set_attn_implementation(usual)
 
@@ -299,7 +280,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         """Count what a step has trained, and log it with the groups that had arrived before. On the main process."""
         positions = of_trl = trained = 0
         for one in [self._passes.popleft() for _ in range(self._step_microbatches)]:
-            self.rollout_events.update_pass(*one[:3])
+            self.rollout_events.tell("on_pass", *one[:3])
             positions, of_trl = positions + one[0], of_trl + one[1]
             trained += sum(queue.ledger.rows_done(group, rows) for group, rows in one[3].items())
         # TRL logs the difference to `len(self._trained_groups)`, in which dropped groups count.

@@ -5,59 +5,41 @@ other pairs end in errors that name neither side.
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
 
 PLAIN = "no sharding (DDP, or one process)"
+FSDP = "FSDP with {}"
 # Stages 1 and 2 write the same files, and read each other's.
 DEEPSPEED = {0: "DeepSpeed without ZeRO", 1: "DeepSpeed ZeRO-1 or ZeRO-2", 3: "DeepSpeed ZeRO-3"}
 _OPTIMIZER_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 _WEIGHTS_SHARD = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt$")
 
 
-@dataclass(frozen=True)
-class Backend:
-    """What shards.
-
-    Args:
-        name: In words.
-        processes: Number that the files of a checkpoint are tied to; `None` where any number reads them.
-    """
-
-    name: str
-    processes: int | None = None
-
-    def __str__(self) -> str:
-        return self.name if self.processes is None else f"{self.name} on {self.processes} processes"
-
-
-def backend_of(accelerator: Accelerator) -> Backend:
-    """That of a run."""
+def backend_of(accelerator: Accelerator) -> str:
+    """That of a run, in words; of ZeRO's shards with the number of processes that its files are tied to."""
     deepspeed = accelerator.state.deepspeed_plugin
     if deepspeed is not None:
         stage = deepspeed.zero_stage
-        return Backend(DEEPSPEED[1 if stage == 2 else stage], accelerator.num_processes if stage else None)
+        return _deepspeed(1 if stage == 2 else stage, accelerator.num_processes if stage else 0)
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)  # only there with FSDP
-    return Backend(PLAIN) if fsdp is None else _fsdp(fsdp.state_dict_type.name)
+    return PLAIN if fsdp is None else FSDP.format(fsdp.state_dict_type.name)
 
 
-def backend_that_saved(checkpoint: Path) -> Backend:
+def backend_that_saved(checkpoint: Path) -> str:
     """That of a checkpoint, of any trainer's, by its files."""
     if any(checkpoint.glob("global_step*/")):
         names = [path.name for path in checkpoint.glob("global_step*/*")]
         shards = {found[1] for name in names if (found := _OPTIMIZER_SHARD.search(name))}
-        stage = 3 if any(map(_WEIGHTS_SHARD.search, names)) else min(1, len(shards))
-        return Backend(DEEPSPEED[stage], len(shards) or None)
-    whole, parts = checkpoint / "pytorch_model_fsdp.bin", checkpoint / "pytorch_model_fsdp_0"
-    if whole.exists() or parts.exists():
-        return _fsdp("FULL_STATE_DICT" if whole.exists() else "SHARDED_STATE_DICT")
-    return Backend(PLAIN)
+        return _deepspeed(3 if any(map(_WEIGHTS_SHARD.search, names)) else min(1, len(shards)), len(shards))
+    if (checkpoint / "pytorch_model_fsdp.bin").exists():
+        return FSDP.format("FULL_STATE_DICT")
+    return FSDP.format("SHARDED_STATE_DICT") if (checkpoint / "pytorch_model_fsdp_0").exists() else PLAIN
 
 
-def _fsdp(state_dict_type: str) -> Backend:
-    return Backend(f"FSDP with {state_dict_type}")
+def _deepspeed(stage: int, processes: int) -> str:
+    return DEEPSPEED[stage] + (f" on {processes} processes" if processes else "")
 
 
 def check_backend(checkpoint: Path, accelerator: Accelerator) -> None:

@@ -25,13 +25,15 @@ Padding that a call of the processor added stays: the models skip it, but not al
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from ragen2_trl.columns import TURN_SAMPLES
 
 Batch = dict[str, Any]
 
@@ -66,6 +68,15 @@ def loss_mask(batch: Batch) -> Tensor:
     """Which completion tokens the loss counts: (rows, T), as TRL's `_compute_loss` forms it."""
     mask: Tensor = batch["completion_mask"]
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+def sampled_tokens(batch: Batch) -> Tensor:
+    """Tokens that the model wrote in each episode, those of its turn samples included: (rows,)."""
+    tokens = loss_mask(batch).sum(dim=1)
+    if TURN_SAMPLES in batch:
+        further = [sum(sum(sample["env_mask"]) for sample in samples) for samples in batch[TURN_SAMPLES]]
+        tokens = tokens + torch.tensor(further, device=tokens.device)
+    return tokens
 
 
 def row_lengths(batch: Batch) -> Tensor:
@@ -166,6 +177,20 @@ def chunks(batch: Batch, size: int) -> list[Batch]:
 def padded_size(batch: Batch) -> int:
     """Positions that a forward pass over the batch computes, padding included."""
     return sum(_widths(batch)) * len(batch["prompt_ids"])
+
+
+def tree_size(prompts: Sequence[int], lengths: Sequence[int], groups: Sequence[int]) -> int:
+    """Tokens of a tree.
+
+    Args:
+        prompts, lengths: tokens of the prompt and the completion of each row.
+        groups: number of each row's prompt.
+
+    >>> tree_size([9, 9, 4], [1, 2, 3], [0, 0, 1])
+    17
+    """
+    of_groups = {group: size - 1 for group, size, length in zip(groups, prompts, lengths, strict=True) if length}
+    return sum(lengths) + sum(of_groups.values())
 
 
 def _pick(batch: Batch, rows: list[int]) -> Batch:

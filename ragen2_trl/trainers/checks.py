@@ -1,6 +1,6 @@
 """What is checked before training: settings, dataset, and whether a subclass can be given the right gradient."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -14,6 +14,7 @@ from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS
 from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.selection import Selector, strategy_class
 from ragen2_trl.trainers.shared_prompts import dropout_of
+from ragen2_trl.trainers.trl_contract import overridden
 
 logger = get_logger(__name__)
 
@@ -110,12 +111,6 @@ def shares_prompts(trainer: Any) -> bool:
     return bool(wanted and reason is None)
 
 
-def check_router_loss(trainer: Any) -> None:
-    """Raise a `ValueError` for the load-balancing loss of a mixture of experts where dropped rows are part of it."""
-    if trainer.aux_loss_enabled:
-        strategy_class(trainer.args).check_router_loss(trainer.router_aux_loss_coef)
-
-
 def check_selector(selector: Selector | None, args: SNRFilterConfig) -> None:
     """Raise a `ValueError` if a selector is given beside settings that it replaces."""
     if selector is None:
@@ -173,17 +168,12 @@ def warn_of_equal_rows(train_dataset: Dataset | IterableDataset | None) -> None:
 
 def check_has_rows(train_dataset: Any, args: SNRFilterConfig) -> None:
     """Raise a `ValueError` where prompts are to be drawn by their row, and a dataset has none."""
-    found = type(train_dataset).__name__
-    if args.snr_prompt_selection and not isinstance(train_dataset, Dataset):
-        raise ValueError(
-            f"snr_prompt_selection=True draws prompts by their row, which a {found} does not have; allowed: "
-            "datasets.Dataset, or False."
-        )
-    if args.snr_dynamic_sampling_rounds > 0 and not isinstance(train_dataset, Dataset):
-        raise ValueError(
-            f"snr_dynamic_sampling_rounds={args.snr_dynamic_sampling_rounds} draws further prompts "
-            f"by their row, which a {found} does not have; allowed: datasets.Dataset, or 0 rounds."
-        )
+    for name, off in (("snr_prompt_selection", False), ("snr_dynamic_sampling_rounds", 0)):
+        if (value := getattr(args, name)) > off and not isinstance(train_dataset, Dataset):
+            raise ValueError(
+                f"{name}={value} draws prompts by their row, which a {type(train_dataset).__name__} does not have; "
+                f"allowed: datasets.Dataset, or {off}."
+            )
 
 
 def check_trainable(policy: nn.Module) -> None:
@@ -259,7 +249,6 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig, pilots: int) -> N
             f"and {trainer_class.__name__}._generate may change them; allowed with it overridden: 0, or overriding "
             "_generate_single_turn in its place."
         )
-    check_loss_of_trl(trainer_class, args)
 
 
 def super_not_called(trainer: Any, name: str) -> RuntimeError:
@@ -272,16 +261,4 @@ def super_not_called(trainer: Any, name: str) -> RuntimeError:
 def check_loss_of_trl(trainer_class: type, args: SNRFilterConfig) -> None:
     """Refuse `lossless` with a loss that is not TRL's: it must be 0 for a row without an advantage."""
     own = sorted({"compute_loss", "_compute_loss"} & overridden(trainer_class))
-    strategy_class(args).check_loss(trainer_class, own)
-
-
-def _own_classes(trainer_class: type) -> Iterator[type]:
-    """Classes of a trainer that are neither ours nor of a library that it is made of."""
-    for owner in trainer_class.__mro__:
-        if owner.__module__.partition(".")[0] not in ("ragen2_trl", "trl", "transformers", "builtins"):
-            yield owner
-
-
-def overridden(trainer_class: type) -> set[str]:
-    """What a subclass of ours has of its own, by name."""
-    return {name for owner in _own_classes(trainer_class) for name in vars(owner)}
+    strategy_class(args).check_losses(trainer_class, own)

@@ -1,7 +1,10 @@
 """The filter's settings, mixed into the configuration of each trainer."""
 
+import inspect
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ragen2_trl.filtering import SCORES, check_choice, check_selection_value
@@ -17,7 +20,20 @@ STRATEGIES = ("all", "lossless", "nonzero", "top_p", "top_k", "min_p")
 SHARES_OF_SCORE = ("top_p", "min_p")  # strategies that take a share of the score, which must not be negative
 TOKEN_SCORES = ("entropy", "entropy_variance", "length")  # scores of the sampled tokens rather than of the rewards
 
+_DESCRIBED = re.compile(r"^( *)([\w, ]+) \(.+\):\n((?:\1 +.*\n?)+)", re.MULTILINE)  # indent, names and text of fields
 
+
+def with_help(config: Any) -> Any:
+    """Give the fields of a dataclass the text of its docstring as their help on a command line."""
+    by_name = {one.name: one for one in fields(config)}
+    for _, names, text in _DESCRIBED.findall(inspect.cleandoc(config.__doc__ or "")):
+        said = " ".join(re.sub(r"[`\[\]]", "", text).replace("%", "%%").split())  # argparse reads a single percent
+        for name in names.split(", "):
+            by_name[name].metadata = MappingProxyType({"help": said})
+    return config
+
+
+@with_help
 @dataclass
 class SNRFilterConfig(StockConfig):
     r"""
@@ -83,70 +99,17 @@ class SNRFilterConfig(StockConfig):
         ValueError: for a value outside its allowed set; the message names the field, the value and the set.
     """
 
-    snr_strategy: str = field(
-        default="top_p",
-        metadata={
-            "help": f"How groups are selected. One of: {', '.join(STRATEGIES)}. 'all' is plain TRL, and 'lossless' "
-            "its own update for less."
-        },
-    )
-    snr_value: float = field(
-        default=0.9,
-        metadata={
-            "help": "Fraction of the summed score (top_p), of the groups (top_k) or of the largest score (min_p)."
-        },
-    )
-    snr_score: str = field(
-        default="reward_variance",
-        metadata={"help": f"The score that ranks groups. One of: {', '.join(SCORES)}."},
-    )
-    snr_score_reward: str | None = field(
-        default=None,
-        metadata={
-            "help": "Reward function, or column that one logs in every call, whose rewards rank groups; advantages "
-            "stay those of the sum."
-        },
-    )
-    snr_selector: str | None = field(
-        default=None,
-        metadata={
-            "help": "'package.module:name' of a function from groups to a mask, in place of snr_strategy, snr_value "
-            "and snr_score."
-        },
-    )
-    snr_max_empty_steps: int = field(
-        default=50,
-        metadata={"help": "Stop after so many optimizer steps in a row without a kept group; 0 or less never stops."},
-    )
-    snr_share_prompts: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Compute each prompt once for its group; by default with lossless, unless there is dropout."
-        },
-    )
-    snr_dynamic_sampling_rounds: int = field(
-        default=0,
-        metadata={
-            "help": "Sample further prompts up to so often in a step, until a generation batch is full of kept groups."
-        },
-    )
-    snr_pilot_generations: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions of each prompt sampled and scored first, the others only where rewards may vary. "
-            "0: none. By default 2 with dynamic sampling of groups of 16 or more and snr_strategy='nonzero', else 0."
-        },
-    )
-    snr_prompt_selection: bool = field(
-        default=False,
-        metadata={
-            "help": "Choose prompts before sampling, by the reward variance expected from their earlier groups."
-        },
-    )
-    snr_verbose: bool = field(
-        default=False,
-        metadata={"help": "Show trackers and the console every metric in place of eight; the run's files have all."},
-    )
+    snr_strategy: str = "top_p"
+    snr_value: float = 0.9
+    snr_score: str = "reward_variance"
+    snr_score_reward: str | None = None
+    snr_selector: str | None = None
+    snr_max_empty_steps: int = 50
+    snr_share_prompts: bool | None = None
+    snr_dynamic_sampling_rounds: int = 0
+    snr_pilot_generations: int | None = None
+    snr_prompt_selection: bool = False
+    snr_verbose: bool = False
 
     def __post_init__(self) -> None:
         check_trl(type(self))
@@ -180,8 +143,11 @@ class SNRFilterConfig(StockConfig):
                 f"snr_score={self.snr_score!r} scores tokens, which mask_truncated_completions=True hides; allowed "
                 f"with it: {', '.join(one for one in SCORES if one not in TOKEN_SCORES)}."
             )
-        if self.snr_dynamic_sampling_rounds > 0:
-            self._check_dynamic_sampling()
+        if self.snr_dynamic_sampling_rounds > 0 and (scaled := self._scaled_over_batches) is not None:
+            raise ValueError(
+                f"snr_dynamic_sampling_rounds={self.snr_dynamic_sampling_rounds} mixes groups of several generations, "
+                f"whose advantages {scaled[0]} would scale by different batches; allowed with it: {scaled[1]}."
+            )
         check_required(self, self._required_by_strategy, f"with snr_strategy={self.snr_strategy!r}")
         super().__post_init__()
 
@@ -237,8 +203,10 @@ class SNRFilterConfig(StockConfig):
             "neftune_noise_alpha": (None, "scales its noise by the padded length, which lossless trims"),
         }
 
-    def _check_dynamic_sampling(self) -> None:
-        """Refuse settings that scale advantages over a batch: groups of several generations have different batches."""
+    @property
+    def _scaled_over_batches(self) -> tuple[str, str] | None:
+        """The settings that scale advantages over a whole batch, if they do, and what does not."""
+        return None
 
 
 def check_required(args: Any, required: Mapping[str, tuple[Any, str]], where: str) -> None:

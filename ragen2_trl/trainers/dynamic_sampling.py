@@ -1,6 +1,5 @@
 """Further prompts for a generation batch that kept too few groups: dynamic sampling (DAPO, arXiv 2503.14476)."""
 
-from collections.abc import Callable
 from typing import Any, TypedDict
 
 import torch
@@ -8,9 +7,9 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from ragen2_trl.sampling.policy import Policy
 from ragen2_trl.trainers.batches import Batch, join, take
-from ragen2_trl.trainers.processes import forward_in_step, own_share
+from ragen2_trl.trainers.processes import forward_in_step
+from ragen2_trl.trainers.selection import Selection
 
 MAX_STALENESS = 1
 """Surplus groups are carried over to the next batch unless the policy has been updated more often than this since they
@@ -21,19 +20,17 @@ class KeptGroups:
     """Kept completions by group, numbered over all processes. Each process holds the rows that it sampled itself.
 
     Args:
-        pad_token_id: of the tokenizer.
-        pad_to_multiple_of: TRL's setting for padded widths.
+        padding: token of padding, and TRL's setting for padded widths.
     """
 
-    def __init__(self, pad_token_id: int, pad_to_multiple_of: int | None):
-        self.pad_token_id = pad_token_id
-        self.pad_to_multiple_of = pad_to_multiple_of
+    def __init__(self, padding: tuple[int, int | None]):
+        self.padding = padding
         self.count = 0  # groups over all processes
         self.rows: Batch | None = None  # of this process
         self.numbers: list[int] = []  # the group of each row
 
-    def add(self, batch: Batch, kept: Tensor, accelerator: Accelerator) -> None:
-        """Add the kept completions of a generation.
+    def add(self, batch: Batch, kept: Tensor, accelerator: Accelerator) -> int:
+        """Add the kept completions of a generation. Returns the number of groups that have any.
 
         Args:
             batch: the rows that this process sampled.
@@ -42,22 +39,25 @@ class KeptGroups:
         """
         groups = kept.any(dim=1)
         numbers = (groups.cumsum(0) - 1 + self.count).unsqueeze(1).expand(kept.shape)
-        own_kept, own_numbers = (own_share(values.flatten(), accelerator).tolist() for values in (kept, numbers))
+        processes, me = accelerator.num_processes, accelerator.process_index
+        own_kept, own_numbers = (values.flatten().chunk(processes)[me].tolist() for values in (kept, numbers))
         own = [row for row, is_kept in enumerate(own_kept) if is_kept]
         if own:
-            taken = take(batch, own, self.pad_to_multiple_of)
-            self.rows = taken if self.rows is None else join([self.rows, taken], self.pad_token_id)
+            taken = take(batch, own, self.padding[1])
+            self.rows = taken if self.rows is None else join([self.rows, taken], self.padding[0])
             self.numbers += [own_numbers[row] for row in own]
-        self.count += int(groups.sum())
+        found = int(groups.sum())
+        self.count += found
+        return found
 
     def part(self, start: int, stop: int) -> "KeptGroups":
         """The groups from number `start` to before `stop`."""
-        part = KeptGroups(self.pad_token_id, self.pad_to_multiple_of)
+        part = KeptGroups(self.padding)
         part.count = max(0, min(stop, self.count) - start)
         own = [row for row, number in enumerate(self.numbers) if start <= number < stop]
         if own:
             assert self.rows is not None
-            part.rows = take(self.rows, own, self.pad_to_multiple_of)
+            part.rows = take(self.rows, own, self.padding[1])
             part.numbers = [self.numbers[row] - start for row in own]
         return part
 
@@ -76,87 +76,55 @@ class DynamicSampling:
     over to the next batch.
 
     Args:
-        accelerator: Of the trainer.
-        args: Its settings.
-        updates_per_generation: Whole optimizer steps from one generation to the next.
-        pad_token_id: Of its tokenizer.
-        pad_to_multiple_of: TRL's setting for padded widths.
+        trainer: One of ours.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        args: Any,
-        updates_per_generation: int,
-        pad_token_id: int,
-        pad_to_multiple_of: int | None,
-    ):
-        self.accelerator = accelerator
-        self.args = args
-        self.updates_per_generation = updates_per_generation
-        self.pad_token_id = pad_token_id
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.waiting = self._no_groups()
+    def __init__(self, trainer: Any):
+        self.trainer, self.accelerator, self.args = trainer, trainer.accelerator, trainer.args
+        self.padding, self.groups = trainer._plan.padding, trainer.args.groups_per_generation
+        self.waiting = KeptGroups(self.padding)
         self.waiting_since = 0  # optimizer steps when they were sampled
 
-    def fill(
-        self,
-        batch: Batch,
-        kept: Tensor,
-        step: int,
-        policy: Policy,
-        sample: Callable[[int], tuple[Batch, Tensor]],
-        logps: Callable[[Batch], Tensor],
-    ) -> tuple[Batch, Tensor, dict[str, float]]:
+    def fill(self, batch: Batch, rounds: list[Selection]) -> tuple[Batch, Tensor, dict[str, float]]:
         """A batch of up to N kept groups, with spare rows where there are fewer.
 
         Args:
             batch: the first rows that this process sampled.
-            kept: (n, G) bool, completions kept of all processes' groups; with pilots n may be less than N.
-            step: optimizer steps so far.
-            policy: how many prompts each further round takes.
-            sample: from a number of prompts over all processes to this process's batch of them and (n, G) bool, the
-                kept completions of all processes' groups.
-            logps: (rows, T) under the present policy.
+            rounds: the selection of these, with pilots perhaps of fewer than N groups; further rounds are added.
 
         Returns:
             The batch, (rows,) bool for its rows that are trained on, and metrics.
         """
-        limit, pool, stale = self.args.groups_per_generation, self.waiting, 0
+        trainer, limit, pool, stale = self.trainer, self.groups, self.waiting, 0
+        sampler, step = trainer._sampler, trainer.state.global_step
         if step - self.waiting_since > MAX_STALENESS:
-            pool, stale = self._no_groups(), pool.count
+            pool, stale = KeptGroups(self.padding), pool.count
         carried = pool.count
         first = with_logps_to_come(batch)
-        pool.add(first, kept, self.accelerator)
+        found = pool.add(first, rounds[0].kept, self.accelerator)
 
         def add_round(count: int) -> int:
-            batch, kept = sample(count)
-            pool.add(with_logps_to_come(batch), kept, self.accelerator)
-            return int(kept.any(dim=1).sum())
+            batch, _ = trainer._take_round(sampler.further(count))
+            return pool.add(with_logps_to_come(batch), rounds[-1].kept, self.accelerator)
 
-        found = int(kept.any(dim=1).sum())
-        rounds, sampled = policy.fill(limit - pool.count, found, limit, add_round)
+        number, sampled = sampler.policy.fill(limit - pool.count, found, limit, add_round)
         used, self.waiting, self.waiting_since = pool.part(0, limit), pool.part(limit, 2 * limit), step
         surplus = max(0, pool.count - limit)
-        if self.updates_per_generation > MAX_STALENESS:  # too old by the next generation: not worth keeping
-            self.waiting, stale, surplus = self._no_groups(), stale + surplus, 0
-        self.waiting.rows = self._filled_in(self.waiting.rows, first, logps)  # now: their policy is about to change
+        micro_steps = self.args.steps_per_generation * trainer.num_iterations
+        if micro_steps // self.args.gradient_accumulation_steps > MAX_STALENESS:  # updates: too old by the next time
+            self.waiting, stale, surplus = KeptGroups(self.padding), stale + surplus, 0
+        self.waiting.rows = self._filled_in(self.waiting.rows, first)  # now: their policy is about to change
         metrics = {
-            "sampling_rounds": float(rounds),
+            "sampling_rounds": float(number),
             "trained_groups": float(used.count),
             "carried_groups": float(carried),
             "waiting_groups": float(surplus),
             "stale_groups": float(stale),
             "prompts_used": float(sampled),
         }
-        return *self._laid_out(used, first, carried > 0, logps), metrics
+        return *self._laid_out(used, first, carried > 0), metrics
 
-    def _no_groups(self) -> KeptGroups:
-        return KeptGroups(self.pad_token_id, self.pad_to_multiple_of)
-
-    def _laid_out(
-        self, used: KeptGroups, batch: Batch, carried: bool, logps: Callable[[Batch], Tensor]
-    ) -> tuple[Batch, Tensor]:
+    def _laid_out(self, used: KeptGroups, batch: Batch, carried: bool) -> tuple[Batch, Tensor]:
         """This process's rows of the groups, filled up with rows of `batch` that are not trained on."""
         spare, steps = len(batch["prompt_ids"]), self.args.steps_per_generation
         own = len(used.numbers)
@@ -164,29 +132,28 @@ class DynamicSampling:
         size = steps * max(self.args.per_device_train_batch_size, -(-own // steps))
         parts = [] if used.rows is None else [send_to_device(used.rows, self.accelerator.device)]
         if size > own:
-            parts.append(take(batch, [row % spare for row in range(size - own)], self.pad_to_multiple_of))
-        laid_out = take(join(parts, self.pad_token_id), list(range(size)), self.pad_to_multiple_of)
+            parts.append(take(batch, [row % spare for row in range(size - own)], self.padding[1]))
+        laid_out = take(join(parts, self.padding[0]), list(range(size)), self.padding[1])
         if carried:  # rows of an older policy need ratios, so that all rows need the log-probs of their policies
-            filled = self._filled_in(laid_out, batch, logps)
+            filled = self._filled_in(laid_out, batch)
             assert filled is not None  # as a batch was given
             laid_out = filled
         elif has_logps_to_come(batch):
             del laid_out["old_per_token_logps"]
         return laid_out, torch.arange(size, device=self.accelerator.device) < own
 
-    def _filled_in(self, batch: Batch | None, spare: Batch, logps: Callable[[Batch], Tensor]) -> Batch | None:
+    def _filled_in(self, batch: Batch | None, spare: Batch) -> Batch | None:
         """The batch with log-probs under the present policy for rows without any. A call for all processes."""
         if not has_logps_to_come(spare):
             return batch
-        given: Any = None if batch is None else batch["old_per_token_logps"]
-        missing = [] if given is None else given.isnan().any(dim=1).nonzero().squeeze(1).tolist()
-        size = self.args.per_device_train_batch_size
-        computed = forward_in_step(logps, batch, missing, take(spare, [0]), size, self.accelerator)
-        if batch is None or not missing:
+        rows = [] if batch is None else batch["old_per_token_logps"].isnan().any(dim=1).nonzero().squeeze(1).tolist()
+        size, logps = self.args.per_device_train_batch_size, self.trainer._log_probs.now
+        computed = forward_in_step(logps, batch, rows, take(spare, [0]), size, self.accelerator)
+        if batch is None or not rows:
             return batch
         assert computed is not None  # of a batch
-        filled = given.clone()
-        filled[missing] = computed.to(given)
+        filled = batch["old_per_token_logps"].clone()
+        filled[rows] = computed[rows].to(filled)
         return {**batch, "old_per_token_logps": filled}
 
     def state(self) -> WaitingState:

@@ -1,6 +1,6 @@
 """Optimizer steps without a kept row, and the filter's part of each log row."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypedDict
 
@@ -44,13 +44,11 @@ class EmptySteps(TrainerCallback):
 
     Args:
         trainer: One of ours.
-        check_update: Called before each optimizer step and after each micro-step.
     """
 
-    def __init__(self, trainer: Any, check_update: Callable[[], None]):
+    def __init__(self, trainer: Any):
         self.trainer = trainer
         self.accelerator = trainer.accelerator
-        self.check_update = check_update
         self.latest: dict[str, float] = {}  # the filter's metrics, for steps that reuse completions
         self.trained_groups = 0  # of the present generation
         self.begin_run()
@@ -115,10 +113,10 @@ class EmptySteps(TrainerCallback):
             self.grad_norm = None
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.check_update()
+        self.trainer._check_weighted()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.check_update()
+        self.trainer._check_weighted()
         if not self.has_rows:
             # Optimizers pass over parameters without a gradient: neither they nor their momentum move.
             for parameter in model.parameters():

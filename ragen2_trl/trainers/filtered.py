@@ -8,7 +8,6 @@ computes the loss of each and takes an optimizer step. The decision is one bool 
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from math import inf
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -18,34 +17,21 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 
 from ragen2_trl.columns import GENERATION, TURN_SAMPLES
-from ragen2_trl.names import named_object
-from ragen2_trl.redaction import with_hidden_credentials
-from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, Scored, end_tokens, extend, group_rewards
-from ragen2_trl.rotary import length_dependent
+from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, Scored, extend, group_rewards
 from ragen2_trl.sampling.policy import Pilots, Policy, PromptOrder, PromptSelection
 from ragen2_trl.sampling.sampler import PromptSampler, permutations_of_trl
-from ragen2_trl.trainers.batches import Batch, loss_mask, padded_size
-from ragen2_trl.trainers.checkpointed import WholeCheckpoints
+from ragen2_trl.trainers.batches import Batch, sampled_tokens
 from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS, RunState
 from ragen2_trl.trainers.checks import (
     check_enough_prompts,
     check_has_rows,
     check_loss_of_trl,
     check_pilots,
-    check_prompt_column,
-    check_router_loss,
-    check_same_on_all_processes,
-    check_selector,
     check_subclass,
-    known_range,
-    overridden,
     pilots_of,
     shares_prompts,
     super_not_called,
-    warn_of_equal_rows,
-    with_snr_fields,
 )
-from ragen2_trl.trainers.companions import COMPANIONS, PAPER
 from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.dynamic_sampling import DynamicSampling
 from ragen2_trl.trainers.empty_steps import EmptySteps
@@ -53,21 +39,17 @@ from ragen2_trl.trainers.generation import keeping_vllm_awake, reading_prompts_o
 from ragen2_trl.trainers.log_probs import LogProbs
 from ragen2_trl.trainers.micro_batches import MicroBatches, MicroBatchState
 from ragen2_trl.trainers.plans import KEPT, DropPlan, LossMean, MicroStep
-from ragen2_trl.trainers.processes import own_share
+from ragen2_trl.trainers.runs import FilteredRun
 from ragen2_trl.trainers.selection import (
     Groups,
     Selection,
     Selector,
-    Strategy,
     joined_selections,
-    rewards_to_score,
     seeded_generator,
     strategy_class,
-    strategy_of,
 )
 from ragen2_trl.trainers.shared_prompts import SharedPrompts
-from ragen2_trl.trainers.trl_contract import check_trl
-from ragen2_trl.trainers.turn_samples import check_turn_samples, sampled_tokens, with_turn_samples
+from ragen2_trl.trainers.turn_samples import check_turn_samples, with_turn_samples
 
 logger = get_logger(__name__)
 
@@ -80,21 +62,17 @@ class OwnState(TypedDict):
     micro_batches: MicroBatchState | None
 
 
-class SNRFilter(WholeCheckpoints):
+class SNRFilter(FilteredRun):
     """Trains one of TRL's trainers only on the prompt groups that carry signal. Mixed in before that trainer.
 
     A trainer adds its configurations, the mean that its loss is, and how advantages change when groups are dropped.
     """
 
-    _config_class: ClassVar[type]  # with the filter's settings
-    _trl_config_class: ClassVar[type]  # of the plain trainer
     can_share_prompts: ClassVar[bool] = True  # whether the loss reads log-probs and entropies alone
     takes_turn_samples: ClassVar[bool] = False  # whether an episode may be several training samples
-    _paper = PAPER
 
     args: SNRFilterConfig
 
-    _strategy: Strategy
     _sampler: PromptSampler
     _plan: DropPlan
     _micro_batches: MicroBatches
@@ -110,7 +88,6 @@ class SNRFilter(WholeCheckpoints):
     _shared_prompts: SharedPrompts | None = None
     _reads_prompts_once: bool = False
     _in_loss: bool = False
-    latest_selection: Selection | None = None
 
     # 1. TRL asks for the inputs of a micro-step, and samples where a generation batch begins
 
@@ -126,8 +103,8 @@ class SNRFilter(WholeCheckpoints):
             made = KEPT in self._buffered_inputs[0] or (self._strategy.keeps_trl_batch and generation > 0)
             if self._empty_steps.generation == generation and not made:
                 raise super_not_called(self, "_generate_and_score_completions")
-            self._micro_batches.begin_generation(self._buffered_inputs, self._strategy.keeps_trl_batch)
             self._check_sharing(self._buffered_inputs[0])
+            self._micro_batches.begin_generation(self._buffered_inputs, self._strategy.keeps_trl_batch)
         number = self._step % self.args.steps_per_generation
         if number == 0:
             left_to_step = self.current_gradient_accumulation_steps - self._empty_steps.position
@@ -147,7 +124,7 @@ class SNRFilter(WholeCheckpoints):
         try:
             if mode == "train":
                 return self._sample_generation(inputs)
-            self.rollout_events.rows(inputs)
+            self.rollout_events.tell("on_rows", inputs)
             evaluated: Batch = super()._generate_and_score_completions(inputs)
             self._number_completions(len(inputs), None)
             return evaluated
@@ -164,62 +141,60 @@ class SNRFilter(WholeCheckpoints):
         """A batch for training: TRL's, of all rounds, with the rows marked that the loss is a mean over."""
         self._rounds = rounds = list[Selection]()
         sampler = self._sampler
-        batch = self._take_round(inputs)
-        of_rounds: dict[str, float] = {}
-        kept = self._local(rounds[0].kept.flatten()).to(self.accelerator.device)
+        batch, kept = self._take_round(inputs)
+        metrics: dict[str, float] = {}
         trained = int(rounds[0].kept.any(dim=1).sum())
         if self._dynamic_sampling is not None:
-
-            def sample(count: int) -> tuple[Batch, Tensor]:
-                return self._take_round(sampler.further(count)), rounds[-1].kept
-
-            batch, kept, of_rounds = self._dynamic_sampling.fill(
-                batch, rounds[0].kept, self.state.global_step, sampler.policy, sample, self._log_probs.now
-            )
-            trained = int(of_rounds["trained_groups"])
-        metrics = sampler.end_step() | of_rounds
+            batch, kept, metrics = self._dynamic_sampling.fill(batch, rounds)
+            trained = int(metrics["trained_groups"])
+        metrics = sampler.end_step() | metrics
         self.latest_selection = joined_selections(rounds)
-        metrics |= self._strategy.metrics(self.latest_selection)
-        self._empty_steps.begin_generation(trained, metrics)
+        self._empty_steps.begin_generation(trained, metrics | self._strategy.metrics(self.latest_selection))
         if not self._strategy.keeps_trl_batch or TURN_SAMPLES in batch:  # plain TRL's batch stays as it is
-            kept = self._plan.in_mean(kept)
+            if self._strategy.is_trl_update:
+                kept = torch.ones_like(kept)
             if TURN_SAMPLES in batch:
-                batch, kept = self._with_turn_samples(batch, kept)
+                batch, kept = with_turn_samples(self, batch, kept)
             batch = self._plan.marked(batch, kept)
         self._finish_advantages(batch)
         return batch
 
-    def _take_round(self, inputs: list[dict[str, Any]]) -> Batch:
-        """TRL's batch of the next round, with advantages as if it held the groups alone that the round selects."""
+    def _take_round(self, inputs: list[dict[str, Any]]) -> tuple[Batch, Tensor]:
+        """TRL's batch of the next round, with advantages as if it held the groups alone that the round selects.
+
+        Returns:
+            The batch, and (rows,) bool, its rows that are selected.
+        """
         assert self._rounds is not None  # a generation is being sampled
         number = len(self._rounds)
         key = self.state.global_step, self._empty_steps.position, number  # tells the round from others of the run
         self._sampler.begin_round(inputs, number, key)
         batch = self._sample_round(inputs, number)
+        scored, lengths = self.rollout_events.scored, sampled_tokens(batch)
+        assert scored is not None  # the round has been scored
+        rewards, earned = self._sampler.end_round(lengths)
         if number == 0:
             self.rollout_events.rollout(inputs, batch)
-        lengths = sampled_tokens(batch) if TURN_SAMPLES in batch else loss_mask(batch).sum(dim=1)
-        scored, sums = self.rollout_events.scored, self.rollout_events.group_rewards
-        assert scored is not None  # the round has been scored
-        rewards = rewards_to_score(self.args.snr_score_reward, sums, self.reward_func_names, scored, len(inputs))
+        gather, shape = self.accelerator.gather, rewards.shape
         groups = Groups(
             rewards,
-            scored.rewards_per_func.view(*sums.shape, -1),
-            self.accelerator.gather(lengths).cpu().view(sums.shape),
+            scored.rewards_per_func.view(*shape, -1),
+            gather(lengths).cpu().view(shape),
             seeded_generator(self.args.seed, *key),
             None,
-            lambda: self._log_probs.mean_entropies(batch).view(sums.shape),
+            lambda: self._log_probs.mean_entropies(batch).view(shape),
             lambda: self._exact_sums(scored),
-            lambda: self.accelerator.gather(batch["advantages"]).view(sums.shape).cpu(),
+            lambda: gather(batch["advantages"]).view(shape).cpu(),
         )
-        selection = self._select(groups, self._sampler.learn(rewards))
+        selection = self._select(groups, earned)
         self._rounds.append(selection)
+        kept, sums = selection.kept, scored.sums.view(shape)
+        own = self._local(kept.flatten()).to(batch["advantages"].device)
         if self._strategy.zeroes_advantages:
-            own = self._local(selection.kept.flatten()).to(batch["advantages"].device)
             batch["advantages"] = batch["advantages"].masked_fill(~own, 0.0)
-        in_mean = self._plan.in_mean(selection.kept)
+        in_mean = torch.ones_like(kept) if self._strategy.is_trl_update else kept
         self._set_advantages(inputs, batch, replace(selection, rewards=sums, kept=in_mean))
-        return batch
+        return batch, own
 
     def _select(self, groups: Groups, earned: Tensor) -> Selection:
         """The completions of a round to train on, the same on every process.
@@ -242,7 +217,6 @@ class SNRFilter(WholeCheckpoints):
         self._log_probs.begin_batch(inputs, number)
         batch: Batch = super()._generate_and_score_completions(inputs)
         self._number_completions(len(inputs), self._empty_steps.generation + 1)
-        self._sampler.end_round(batch, len(inputs))
         self._log_probs.end_batch(batch)
         if len(batch["advantages"]) != len(inputs):
             raise RuntimeError(
@@ -260,17 +234,10 @@ class SNRFilter(WholeCheckpoints):
             self._logs["extra"][GENERATION].extend(gather_object([generation] * rows))
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        plain, calculate = super()._generate, super()._calculate_rewards
-
-        def generate(rows: list[Any]) -> Any:
-            with reading_prompts_once(self) if self._reads_prompts_once else nullcontext():
-                return plain(rows)
-
+        plain, calculate, trains = super()._generate, super()._calculate_rewards, self._samples_to_train
         awake = keeping_vllm_awake(self) if getattr(self, "vllm_generation", None) else nullcontext()
-        with awake:
-            sampled: tuple[Any, ...] = (
-                self._sampler.generate(generate, calculate, prompts) if self._samples_to_train else generate(prompts)
-            )
+        with awake, reading_prompts_once(self) if self._reads_prompts_once else nullcontext():
+            sampled: tuple[Any, ...] = self._sampler.generate(plain, calculate, prompts) if trains else plain(prompts)
         return sampled
 
     def _calculate_rewards(self, *rows: list[Any]) -> Tensor:
@@ -288,15 +255,9 @@ class SNRFilter(WholeCheckpoints):
         clip = getattr(self, "reward_clip_range", None)  # RLOO clips before it makes advantages
         return sums.clamp(*clip) if clip else sums
 
-    def _with_turn_samples(self, batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:
-        logps = {"old_per_token_logps": self._log_probs.now, "ref_per_token_logps": self._log_probs.reference}
-        pad_token_id = self._tokenizer.pad_token_id
-        return with_turn_samples(batch, kept, end_tokens(self), logps, self.args, pad_token_id, self.accelerator)
-
     def _local(self, values: Tensor) -> Tensor:
         """This process's part of values over the rows of all processes. (B,) -> (rows,)."""
-        own: Tensor = own_share(values, self.accelerator)
-        return own
+        return values.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
 
     # 3. Log-probs, of old and reference policies and in the loss
 
@@ -425,12 +386,9 @@ class SNRFilter(WholeCheckpoints):
 
     def _begin_run(self) -> None:
         """No state of an earlier run, or of another dataset."""
-        args = self.args
         self.latest_selection = None
         self._micro_step, self._is_weighted = None, True
-        weights = self.reward_weights.tolist()
-        known = known_range(self.reward_funcs, self.reward_func_names, weights, args.snr_score_reward)
-        self._strategy = strategy_of(args, self._own_selector, known)
+        self._strategy = self._new_strategy()
         self._empty_steps.begin_run()
         policy, rows = self._policy()
         self._sampler = PromptSampler(self, policy, rows)
@@ -438,9 +396,7 @@ class SNRFilter(WholeCheckpoints):
         self._run_state.shared |= policy.parts
         self._dynamic_sampling = None
         if policy.rounds or policy.pilots is not None:  # pilots leave places in a batch, even without further prompts
-            updates = args.steps_per_generation * self.num_iterations // args.gradient_accumulation_steps
-            padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of
-            self._dynamic_sampling = DynamicSampling(self.accelerator, args, updates, *padding)
+            self._dynamic_sampling = DynamicSampling(self)
             self._run_state.own["dynamic_sampling"] = self._dynamic_sampling
 
     def _policy(self) -> tuple[Policy, Any]:
@@ -483,12 +439,6 @@ class SNRFilter(WholeCheckpoints):
         layout = {name: getattr(self.args, name) for name in LAYOUT_FIELDS}
         return {**layout, "num_processes": self.accelerator.num_processes}
 
-    def _announce_pass(self, computed: int, plain: int, rows: int) -> None:
-        if self._shared_prompts is not None:
-            self._shared_prompts.announce(computed, plain)
-        self._empty_steps.log({"update_compute_fraction": computed / plain})
-        self.rollout_events.update_pass(computed, plain, rows)
-
     # Construction
 
     def __init__(
@@ -503,45 +453,21 @@ class SNRFilter(WholeCheckpoints):
         selector: Selector | None = None,
         **kwargs: Any,
     ):
-        check_trl(type(self))
-        if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = self._config_class(f"{name.split('/')[-1]}-{self._name.replace(' ', '-')}")
-        check_prompt_column(train_dataset, kwargs.get("environment_factory"))
-        args = with_snr_fields(args, self._config_class, self._trl_config_class)
+        args = self._checked_args(model, args, train_dataset, selector, kwargs.get("environment_factory"))
         self.pilot_generations = pilots_of(args, type(self))
         check_subclass(type(self), args, self.pilot_generations)
-        check_selector(selector, args)
         super().__init__(
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, *positional, **kwargs
         )
-        self.args = with_hidden_credentials(self.args)  # before others hold them
-        check_router_loss(self)
-        check_same_on_all_processes(self.args, self.accelerator.num_processes)
-        if any(kwargs.get(name) is not None for name in ("environment_factory", "rollout_func")):
-            warn_of_equal_rows(self.train_dataset)
+        rollout = kwargs.get("rollout_func")
+        self._check_made(selector, rollout is not None or kwargs.get("environment_factory") is not None)
         check_has_rows(self.train_dataset, self.args)
-        check_pilots(self, kwargs.get("rollout_func"))
-        named = self.args.snr_selector
-        self._own_selector = selector if named is None else named_object(named, "snr_selector")
-        padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of
+        check_pilots(self, rollout)
         shared = SharedPrompts(self.accelerator, self.model) if shares_prompts(self) else None
         self._shared_prompts, self._reads_prompts_once = shared, reads_prompts_once(self)
-        scaled = length_dependent(self.model.config.get_text_config())
-        self._plan = strategy_class(self.args).plan(
-            self.accelerator,
-            self.args,
-            lambda: self._loss_mean,
-            *padding,
-            shares_prompts=lambda batch: shared is not None and shared.serves_rows(batch),
-            # A loss of one's own may compute padded rows.
-            fills_by_positions=not {"compute_loss", "_compute_loss"} & overridden(type(self)),
-            # The padded width of longer rows decides on their embeddings.
-            longest_trimmed=inf if scaled is None else scaled[0] - 1,
-        )
-        positions = padded_size if shared is None else shared.positions
-        self._micro_batches = MicroBatches(self.accelerator, self.args, self._plan, self._announce_pass, positions)
-        self._empty_steps, self._log_probs = EmptySteps(self, self._check_weighted), LogProbs(self)
+        self._plan = strategy_class(self.args).plan(self)
+        self._micro_batches = MicroBatches(self)
+        self._empty_steps, self._log_probs = EmptySteps(self), LogProbs(self)
         self._begin_run()
         self._is_made = True
         # Around the methods of subclasses: none can lose a weight, or a reward.
@@ -553,10 +479,9 @@ class SNRFilter(WholeCheckpoints):
             extend(self.accelerator, "backward", self._backward_of_kept_rows)
         if shared is not None:
             extend(self.accelerator, "backward", shared.backward)
-        if isinstance(rollout := kwargs.get("rollout_func"), NeedsRows):
+        if isinstance(rollout, NeedsRows):
             rollout.attach(self)
             if rollout.splits_episodes:
                 check_turn_samples(self)
         self.add_callback(self._empty_steps)
-        for companion in COMPANIONS:
-            named_object(companion, "companion")(self)
+        self._add_companions()

@@ -41,16 +41,13 @@ class SNRFilteredGRPOConfig(SNRFilterConfig, GRPOConfig):
             ),
         }
 
-    def _check_dynamic_sampling(self) -> None:
-        super()._check_dynamic_sampling()
-        if self.multi_objective_aggregation == "normalize_then_sum" or self.scale_rewards == "batch":
-            raise ValueError(
-                f"snr_dynamic_sampling_rounds={self.snr_dynamic_sampling_rounds} mixes groups of several "
-                "generations, whose advantages "
-                f"scale_rewards={self.scale_rewards!r} with multi_objective_aggregation="
-                f"{self.multi_objective_aggregation!r} would scale by different batches; allowed with it: "
-                "scale_rewards 'group' or 'none', multi_objective_aggregation 'sum_then_normalize'."
-            )
+    @property
+    def _scaled_over_batches(self) -> tuple[str, str] | None:
+        if self.multi_objective_aggregation != "normalize_then_sum" and self.scale_rewards != "batch":
+            return None
+        found = f"scale_rewards={self.scale_rewards!r} with "
+        found += f"multi_objective_aggregation={self.multi_objective_aggregation!r}"
+        return found, "scale_rewards 'group' or 'none', multi_objective_aggregation 'sum_then_normalize'"
 
 
 class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
@@ -117,7 +114,7 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
             return
         if normalises:
             everywhere = self.accelerator.gather(batch["advantages"])
-            advantages = renormalised(everywhere, selection.scorable_rows, selection)
-            batch["advantages"] = self._local(advantages)
+            scorable = ~selection.rewards.isnan().flatten()
+            batch["advantages"] = self._local(renormalised(everywhere, scorable, selection))
         else:
             batch["advantages"] = batch["advantages"] * std_ratio(selection)

@@ -1,7 +1,6 @@
 """Log-probs beside the update: TRL's own passes over fewer rows, and passes over batches of our own."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +8,8 @@ from torch import Tensor
 from trl import RLOOTrainer
 
 from ragen2_trl.trainers.batches import IMAGE_KEYS, Batch, chunks, loss_mask, take, whole_rows
-from ragen2_trl.trainers.checks import overridden
-from ragen2_trl.trainers.processes import forward_in_step, own_share
+from ragen2_trl.trainers.processes import forward_in_step
+from ragen2_trl.trainers.trl_contract import overridden
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "old_logps")
 
@@ -24,6 +23,7 @@ class LogProbs:
 
     def __init__(self, trainer: Any):
         self.trainer, self.accelerator = trainer, trainer.accelerator
+        self._has_own_advantages = "_generate_and_score_completions" in overridden(type(trainer))
         self._inputs: list[dict[str, Any]] | None = None  # rows of the dataset, where dead rows are left out
         self.end_batch()
 
@@ -39,9 +39,8 @@ class LogProbs:
     def _needs_every_row(self) -> bool:
         """Whether rows of dead groups have log-probs, too: KL is part of RLOO's rewards, and these may be kept."""
         trainer = self.trainer
-        has_own_advantages = "_generate_and_score_completions" in overridden(type(trainer))
         return (
-            trainer._strategy.reads_every_row(has_own_advantages)
+            trainer._strategy.reads_every_row(self._has_own_advantages)
             or trainer.args.snr_score_reward not in (None, *trainer.reward_func_names)
             or (isinstance(trainer, RLOOTrainer) and trainer.beta != 0)
             # A process may have images beside one that has none: all must call the same passes.
@@ -93,11 +92,11 @@ class LogProbs:
             "completion_mask": attention_mask[:, before:],
         }
         self.trainer._check_sharing(batch)
-        logps = self._scattered(batch, self._live, size, partial(self._counted, model))
+        logps = self._scattered(batch, self._live, size, model)
         if self.trainer.rollout_events.needs_all_rows:
             devices = [input_ids.device] if input_ids.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
-                dead = self._scattered(batch, ~self._live, size, partial(self._counted, model))
+                dead = self._scattered(batch, ~self._live, size, model)
             logps = torch.where(self._live.unsqueeze(1), logps, dead)
         return logps
 
@@ -108,21 +107,28 @@ class LogProbs:
         groups = rewards.view(-1, size, rewards.size(1))
         groups = groups.nan_to_num(nan=torch.finfo(groups.dtype).min)  # a missing reward differs from any other
         varies = (groups != groups[:, :1]).flatten(1).any(dim=1)
-        rows: Tensor = own_share(varies.repeat_interleave(size), self.accelerator)
+        rows: Tensor = self.trainer._local(varies.repeat_interleave(size))
         return rows
 
-    def _scattered(self, batch: Batch, rows: Tensor, size: int, forward: Callable[[Batch], Tensor]) -> Tensor:
-        """(rows, T) of a forward pass over some rows, NaN for the others. A call for all processes together."""
-        chosen, trimming = rows.nonzero().squeeze(1), self.trainer._plan.trimming
-        found = forward_in_step(forward, batch, chosen.tolist(), take(batch, [0]), size, self.accelerator, **trimming)
+    def _scattered(self, batch: Batch, rows: Tensor, size: int, model: Any) -> Tensor:
+        """(rows, T) of passes over some rows, NaN for the others. A call for all processes together."""
+        of_pass = rows.nonzero().squeeze(1).tolist(), take(batch, [0]), size, self.accelerator, torch.nan
+        found = forward_in_step(
+            lambda part: self._pass(model, part)[0], batch, *of_pass, **self.trainer._plan.trimming
+        )
         assert found is not None  # of a batch
-        return found.new_full((len(rows), found.size(1)), torch.nan).index_copy(0, chosen, found)
+        return found
 
-    def _counted(self, model: Any, batch: Batch) -> Tensor:
-        trainer = self.trainer
-        trainer._micro_batches.count_ahead(trainer._micro_batches.positions(batch), 0)
-        logps: Tensor = trainer._get_per_token_logps_and_entropies(model, *whole_rows(batch))[0]
-        return logps
+    def _pass(
+        self, model: Any, batch: Batch, compute_entropy: bool = False, counted: bool = True
+    ) -> tuple[Tensor, Any]:
+        """A single pass; for the rest see `and_entropies`."""
+        trainer, images = self.trainer, {key: batch[key] for key in IMAGE_KEYS if key in batch}
+        if counted:
+            trainer._micro_batches.count_ahead(trainer._micro_batches.positions([batch]), 0)
+        hook: Callable[..., tuple[Any, ...]] = trainer._get_per_token_logps_and_entropies
+        logps, entropies, *_ = hook(model, *whole_rows(batch), compute_entropy=compute_entropy, **images)
+        return logps, entropies
 
     # Passes over batches of our own
 
@@ -135,19 +141,10 @@ class LogProbs:
         Without `compute_entropy`, entropies are `None`; with `counted`, the pass counts among those of the update.
         """
         trainer = self.trainer
+        model = trainer.model if model is None else model
+        # TRL would show a part without images none of them, which models do not take.
         batches = chunks(batch, trainer.args.per_device_train_batch_size)
-        if counted:
-            trainer._micro_batches.count_ahead(sum(map(trainer._micro_batches.positions, batches)), 0)
-        parts = [
-            trainer._get_per_token_logps_and_entropies(
-                trainer.model if model is None else model,
-                *whole_rows(part),
-                compute_entropy=compute_entropy,
-                **{key: part[key] for key in IMAGE_KEYS if key in part},
-            )[:2]
-            # TRL would show a part without images none of them, which models do not take.
-            for part in batches
-        ]
+        parts = [self._pass(model, part, compute_entropy, counted) for part in batches]
         logps, entropies = zip(*parts, strict=True)
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None
 

@@ -4,17 +4,14 @@ Weights stay here, beside the batch and not in it. They are applied to the loss 
 subclasses do to it.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple
 from itertools import pairwise
 from typing import Any, TypedDict
 
 import torch
-from accelerate import Accelerator
 
 from ragen2_trl.trainers.batches import Batch, padded_size
-from ragen2_trl.trainers.plans import KEPT, DropPlan, MicroStep
+from ragen2_trl.trainers.plans import KEPT, MicroStep
 from ragen2_trl.trainers.processes import gathering_uneven_rows
 
 
@@ -28,30 +25,10 @@ class MicroBatchState(TypedDict):
 
 
 class MicroBatches:
-    """Cuts the current generation batch into micro-batches by a plan.
+    """Cuts the current generation batch into micro-batches by the plan of a trainer, one of ours."""
 
-    Args:
-        accelerator: Of the trainer.
-        args: Its settings.
-        plan: From the batch to micro-batches with weights.
-        announce: Takes the positions that a pass computes and the positions that TRL would compute, with passes for
-            log-probs before the first one, and the rows that it trains on, over all processes.
-        positions: From a micro-batch to the positions that a forward pass over it computes.
-    """
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        args: Any,
-        plan: DropPlan,
-        announce: Callable[[int, int, int], None],
-        positions: Callable[[Batch], int] = padded_size,
-    ):
-        self.accelerator = accelerator
-        self.args = args
-        self.plan = plan
-        self.announce = announce
-        self.positions = positions
+    def __init__(self, trainer: Any):
+        self.trainer, self.accelerator, self.plan = trainer, trainer.accelerator, trainer._plan
         self._ahead = (0, 0)
         self._forget()
 
@@ -90,10 +67,12 @@ class MicroBatches:
             has_rows: whether earlier micro-steps of that optimizer step had kept rows.
         """
         if self.generated is None:
-            self._announce(self.args.generation_batch_size, *[sum(map(padded_size, micro_batches))] * 2)
+            plain = sum(map(padded_size, micro_batches))
+            self._announce(self.trainer.args.generation_batch_size, plain, plain)
             return micro_batches
         generated = self.generated
-        segments = accumulation_segments(len(generated), left_to_step, self.args.gradient_accumulation_steps)
+        accumulation = self.trainer.args.gradient_accumulation_steps
+        segments = accumulation_segments(len(generated), left_to_step, accumulation)
         ends_step = segments[0] == left_to_step
         # A further pass mostly cuts as the last one did: its rows are where they belong.
         if segments != self.segments or self.plan.cuts_every_pass:
@@ -105,9 +84,14 @@ class MicroBatches:
             # synchronise and TRL closes the step's books.
             steps[left_to_step - 1] = MicroStep(weight=0.0, kept=0)
         self.steps = steps
-        own = sum(self.positions(batch) for batch, step in zip(micro_batches, steps, strict=True) if step.runs)
+        own = self.positions([batch for batch, step in zip(micro_batches, steps, strict=True) if step.runs])
         self._announce(sum(step.kept for step in steps), own, sum(map(padded_size, generated)))
         return micro_batches
+
+    def positions(self, batches: list[Batch]) -> int:
+        """Positions that forward passes over the batches compute."""
+        shared = self.trainer._shared_prompts
+        return sum(map(padded_size if shared is None else shared.positions, batches))
 
     def count_ahead(self, computed: int, plain: int) -> None:
         """Count positions of a pass for log-probs with the next pass of the update, on this process."""
@@ -119,7 +103,10 @@ class MicroBatches:
         own += torch.tensor(self._ahead, device=own.device)
         self._ahead = (0, 0)
         computed, plain = self.accelerator.reduce(own, reduction="sum").tolist()
-        self.announce(computed, plain, rows)
+        if self.trainer._shared_prompts is not None:
+            self.trainer._shared_prompts.announce(computed, plain)
+        self.trainer._empty_steps.log({"update_compute_fraction": computed / plain})
+        self.trainer.rollout_events.tell("on_pass", computed, plain, rows)
 
     def step(self, number: int) -> MicroStep:
         """The plan for the micro-batch of this number."""
@@ -132,13 +119,9 @@ class MicroBatches:
 
     def state(self) -> MicroBatchState:
         """State for a checkpoint in the middle of a generation batch, of this process."""
-
-        def plain(steps: list[MicroStep]) -> list[tuple[Any, ...]]:
-            return [astuple(step) for step in steps]
-
         return {
-            "steps": None if self.steps is None else plain(self.steps),
-            "dealt": plain(self.dealt),
+            "steps": None if self.steps is None else [(*step,) for step in self.steps],
+            "dealt": [(*step,) for step in self.dealt],
             "segments": self.segments,
             "generated": self.generated,
         }

@@ -5,18 +5,16 @@ trims their padding, and gives each the weight that makes TRL's mean come out ri
 the kept rows, `LosslessPlan` TRL's own mean over all rows, of which it computes those with an advantage.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from ragen2_trl.rotary import length_dependent
 from ragen2_trl.trainers.batches import (
     Batch,
     join,
@@ -29,6 +27,7 @@ from ragen2_trl.trainers.batches import (
 )
 from ragen2_trl.trainers.dealing import Sharing, deal_rows
 from ragen2_trl.trainers.processes import exchange_rows
+from ragen2_trl.trainers.trl_contract import overridden
 
 KEPT = "snr_kept"  # (rows,) bool in TRL's batch, rows in the mean: shuffled and split together with the rows
 SHARED_TOKENS = "snr_shared_tokens"  # (rows,) tokens by which TRL's mean over a micro-batch would divide each row
@@ -42,8 +41,7 @@ class LossMean(Enum):
     ROWS = "over rows of the micro-batch"
 
 
-@dataclass(frozen=True)
-class MicroStep:
+class MicroStep(NamedTuple):
     """The plan for one micro-batch.
 
     Args:
@@ -66,48 +64,23 @@ class DropPlan:
     """The mean is over the kept rows, and only these are computed.
 
     Args:
-        accelerator: Of the trainer.
-        args: Its settings.
-        loss_mean: Its loss's mean, asked for each batch: `loss_type` may be set after `__init__`.
-        pad_token_id: Of its tokenizer.
-        pad_to_multiple_of: TRL's setting for padded widths.
-        shares_prompts: Whether micro-batches of these rows compute a prompt once, asked for each pass.
-        fills_by_positions: Whether a micro-batch that shares prompts takes more rows than TRL's.
-        longest_trimmed: Columns up to which padding is trimmed.
+        trainer: One of ours.
     """
 
     cuts_every_pass = False  # whether a further pass over the same rows is dealt again
     keeps_positions = False  # whether tokens keep TRL's absolute positions
     keeps_steps = False  # whether each row stays in TRL's optimizer step
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        args: Any,
-        loss_mean: Callable[[], LossMean],
-        pad_token_id: int,
-        pad_to_multiple_of: int | None,
-        shares_prompts: Callable[[Batch], bool],
-        fills_by_positions: bool = True,
-        longest_trimmed: float = math.inf,
-    ):
-        self.accelerator = accelerator
-        self.args = args
-        self.shares_prompts = shares_prompts
-        self.loss_mean = loss_mean
-        self.pad_token_id = pad_token_id
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.fills_by_positions, self.longest_trimmed = fills_by_positions, longest_trimmed
-
-    @property
-    def trimming(self) -> dict[str, Any]:
-        """What `take` is told of the padding of a micro-batch."""
-        return {"keep_positions": self.keeps_positions, "longest_trimmed": self.longest_trimmed}
-
-    @staticmethod
-    def in_mean(selected: Tensor) -> Tensor:
-        """(rows,) bool, the rows over which the loss is a mean, from the selected ones."""
-        return selected
+    def __init__(self, trainer: Any):
+        self.trainer, self.accelerator = trainer, trainer.accelerator
+        self.padding = trainer._tokenizer.pad_token_id, trainer.pad_to_multiple_of
+        # Whether a micro-batch with shared prompts takes more rows than TRL's: somebody's loss may be over padding.
+        self.fills_by_positions = not {"compute_loss", "_compute_loss"} & overridden(type(trainer))
+        # The padded width of longer rows decides on their embeddings.
+        scaled = length_dependent(trainer.model.config.get_text_config())
+        self.longest_trimmed = inf if scaled is None else scaled[0] - 1
+        # What `take` is told of the padding of a micro-batch.
+        self.trimming: dict[str, Any] = {"keep_positions": self.keeps_positions, "longest_trimmed": self.longest_trimmed}
 
     def marked(self, batch: Batch, in_mean: Tensor) -> Batch:
         """The batch with `KEPT`, and divided by these rows' tokens where TRL's loss divides by all tokens of a batch.
@@ -128,36 +101,39 @@ class DropPlan:
             segments: from `accumulation_segments`: numbers of micro-steps between optimizer steps.
             ends_step: whether the first segment ends an optimizer step.
         """
-        accelerator, process = self.accelerator, self.accelerator.process_index
+        accelerator, (pad_token_id, multiple) = self.accelerator, self.padding
         spare = self._spare_row(generated)
         budget = max(map(padded_size, generated)) if self.fills_by_positions else 1
         generated = [self._prepared(batch) for batch in generated]
         of_segments = [generated[start:stop] for start, stop in pairwise(accumulate(segments, initial=0))]
         computed = self._computed(of_segments, ends_step)
-        rows = join(generated, self.pad_token_id)
+        rows = join(generated, pad_token_id)
         counted = int(rows.pop(KEPT).sum())
         own = torch.cat(computed).nonzero().squeeze(1).tolist()
         all_lengths = row_lengths(rows).tolist()
         chosen = take(rows, own, keep_positions=True, longest_trimmed=self.longest_trimmed) if own else spare
         widths = rows["prompt_ids"].size(1), rows["completion_ids"].size(1)
-        of_own = self.shares_prompts(chosen), prompts_of(chosen)[: len(own)], budget, widths
+        shared = self.trainer._shared_prompts
+        shares = shared is not None and shared.serves_rows(chosen)
+        of_own = shares, prompts_of(chosen)[: len(own)], budget, widths
         own_part = [all_lengths[row] for row in own], of_own, [int(part.sum()) for part in computed], counted
         everyones = gather_object([own_part]) if accelerator.num_processes > 1 else [own_part]
         lengths, of_rows, of_each_segment, counts = zip(*everyones, strict=True)
-        most, fixed = self.args.per_device_train_batch_size, of_each_segment if self.keeps_steps else None
+        most, fixed = self.trainer.args.per_device_train_batch_size, of_each_segment if self.keeps_steps else None
         serves, prompts, budgets, padded = zip(*of_rows, strict=True)
         # A row that moves to another process is padded to the width of the rows there.
         is_narrow = sum(map(max, zip(*padded, strict=True))) <= self.longest_trimmed
         sharing = Sharing(prompts, min(budgets)) if all(serves) and is_narrow else None
         deal = deal_rows(lengths, segments, most, fixed, sharing)
         # (process, number of its computed rows) -> row of `held`
-        held, place = exchange_rows(rows, own, deal, accelerator, self.pad_token_id, self.pad_to_multiple_of)
+        held, place = exchange_rows(rows, own, deal, accelerator, pad_token_id, multiple)
 
         cut, steps = [], []
-        for shares in deal:
-            mine, num_kept = [place[row] for row in shares[process]], sum(map(len, shares))
+        for of_processes in deal:
+            mine = [place[row] for row in of_processes[accelerator.process_index]]
+            num_kept = sum(map(len, of_processes))
             if mine:
-                batch = take(held, mine, self.pad_to_multiple_of, **self.trimming)
+                batch = take(held, mine, multiple, **self.trimming)
                 share = len(generated) * accelerator.num_processes * len(mine) / sum(counts)
                 batch, weight = self._weighted(batch, share)
                 cut.append(batch)
@@ -188,7 +164,7 @@ class DropPlan:
     def _spare_row(self, generated: list[Batch]) -> Batch:
         """A micro-batch of one row with nothing in the loss, for a process without rows: no token that counts and, for
         losses that count by row, no advantage."""
-        row = take(join(generated[:1], self.pad_token_id), [0])
+        row = take(join(generated[:1], self.padding[0]), [0])
         row = without_loss(row, torch.ones_like(row.pop(KEPT)))
         return {**row, "advantages": torch.zeros_like(row["advantages"])}
 
@@ -202,13 +178,9 @@ class LosslessPlan(DropPlan):
     keeps_positions = True
     keeps_steps = True
 
-    @staticmethod
-    def in_mean(selected: Tensor) -> Tensor:
-        return torch.ones_like(selected)
-
     def _prepared(self, batch: Batch) -> Batch:
         """With `SHARED_TOKENS` for a mean over tokens of a micro-batch, so that its rows may go into others."""
-        if self.loss_mean() is not LossMean.TOKENS:
+        if self.trainer._loss_mean is not LossMean.TOKENS:  # `loss_type` may be set after `__init__`
             return batch
         tokens = (loss_mask(batch).sum(dim=1) * batch[KEPT]).sum().clamp(min=1)
         return {**batch, SHARED_TOKENS: tokens.expand(len(batch[KEPT])).clone()}

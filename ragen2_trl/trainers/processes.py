@@ -105,6 +105,7 @@ def forward_in_step(
     spare: Batch,
     size: int,
     accelerator: Accelerator,
+    fill: float = 0.0,
     **trimming: Any,
 ) -> Tensor | None:
     """A forward pass over some rows of a batch, as often on every process as on every other.
@@ -118,24 +119,26 @@ def forward_in_step(
         spare: a batch to run where another process has more rows.
         size: most rows of a pass.
         accelerator: of the trainer.
+        fill: for the other rows.
         **trimming: as for `take`.
 
     Returns:
-        (len(rows), T) with the batch's T, 0 where the rows have no tokens; `None` without a batch.
+        (R, T), 0 where the rows have no tokens; `None` without a batch.
     """
     chunks = [rows[start : start + size] for start in range(0, len(rows), size)]
     counts = gather_object([len(chunks)]) if accelerator.num_processes > 1 else [len(chunks)]
-    parts = []
+    found: Tensor | None = None
     for chunk in chunks:
         assert batch is not None
-        part = take(batch, chunk, **trimming)
-        values = forward(send_to_device(part, accelerator.device))
-        parts.append(torch.nn.functional.pad(values, (0, batch["completion_ids"].size(1) - values.size(1))))
+        values = forward(send_to_device(take(batch, chunk, **trimming), accelerator.device))
+        if found is None:
+            found = values.new_full(batch["completion_ids"].shape, fill)
+        found[chunk] = torch.nn.functional.pad(values, (0, found.size(1) - values.size(1)))
     for _ in range(max(counts) - len(chunks)):
         forward(spare)
-    if batch is None:
-        return None
-    return torch.cat(parts) if parts else torch.zeros(0, batch["completion_ids"].size(1), device=accelerator.device)
+    if found is None and batch is not None:
+        found = torch.full(batch["completion_ids"].shape, fill, device=accelerator.device)
+    return found
 
 
 @contextmanager
@@ -155,9 +158,3 @@ def gathering_uneven_rows(accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         take_off()
-
-
-def own_share(rows: Any, accelerator: Accelerator) -> Any:
-    """This process's part of a list or tensor of rows that are laid out over all of them."""
-    size = len(rows) // accelerator.num_processes
-    return rows[accelerator.process_index * size :][:size]

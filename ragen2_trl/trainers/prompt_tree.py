@@ -80,20 +80,6 @@ class Tree(NamedTuple):
     branches: Branches
 
 
-def tree_size(prompts: Sequence[int], lengths: Sequence[int], groups: Sequence[int]) -> int:
-    """Tokens of a tree.
-
-    Args:
-        prompts, lengths: tokens of the prompt and the completion of each row.
-        groups: number of each row's prompt.
-
-    >>> tree_size([9, 9, 4], [1, 2, 3], [0, 0, 1])
-    17
-    """
-    of_groups = {group: size - 1 for group, size, length in zip(groups, prompts, lengths, strict=True) if length}
-    return sum(lengths) + sum(of_groups.values())
-
-
 def build_tree(
     input_ids: Tensor,
     width: int,
@@ -108,7 +94,7 @@ def build_tree(
     Args:
         input_ids: (rows, P + T), prompts padded on the left and completions on the right.
         width: T.
-        prompts, lengths, groups: as for `tree_size`.
+        prompts, lengths, groups: tokens of the prompt and the completion of each row, and number of its prompt.
         windows: those that layers attend in, `None` for full attention.
         uses_flash: whether attention is one call for all segments.
     """

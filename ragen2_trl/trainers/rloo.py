@@ -28,14 +28,9 @@ class SNRFilteredRLOOConfig(SNRFilterConfig, RLOOConfig):
         centred = "centres advantages over the batch, where rounding leaves none at zero"
         return {**super()._required_by_lossless, "normalize_advantages": (False, centred)}
 
-    def _check_dynamic_sampling(self) -> None:
-        super()._check_dynamic_sampling()
-        if self.normalize_advantages:
-            raise ValueError(
-                f"snr_dynamic_sampling_rounds={self.snr_dynamic_sampling_rounds} mixes groups of several "
-                "generations, whose advantages "
-                "normalize_advantages=True would scale by different batches; allowed with it: False."
-            )
+    @property
+    def _scaled_over_batches(self) -> tuple[str, str] | None:
+        return ("normalize_advantages=True", "False") if self.normalize_advantages else None
 
 
 class SNRFilteredRLOOTrainer(SNRFilter, RLOOTrainer):

@@ -47,8 +47,10 @@ class Groups:
         lengths: (N, G) trainable tokens that the model wrote; 0 where `mask_truncated_completions` masks a completion.
         generator: for draws. The same on all processes and in a resumed run; never the global random state.
         reward_range: lowest and highest of these rewards in the run so far; `None` without any.
-        compute_entropies: the implementation of `entropies`.
-        compute_sums, compute_advantages: the implementations of `sums` and `advantages`.
+        entropies: gives (N, G) the mean token entropy of each completion in nats, by a forward pass: a call for all
+            processes.
+        sums: gives (N, G) float64, the weighted reward sums that advantages are made of.
+        advantages: gives (N, G) as TRL has made them, on the CPU: a call for all processes.
     """
 
     rewards: Tensor
@@ -56,21 +58,9 @@ class Groups:
     lengths: Tensor
     generator: torch.Generator
     reward_range: tuple[float, float] | None
-    compute_entropies: Callable[[], Tensor] = field(repr=False)
-    compute_sums: Callable[[], Tensor] = field(repr=False, default=lambda: torch.empty(0))
-    compute_advantages: Callable[[], Tensor] = field(repr=False, default=lambda: torch.empty(0))
-
-    def entropies(self) -> Tensor:
-        """(N, G) mean token entropy of each completion in nats, by a forward pass: a call for all processes."""
-        return self.compute_entropies()
-
-    def sums(self) -> Tensor:
-        """(N, G) float64, the weighted reward sums that advantages are made of."""
-        return self.compute_sums()
-
-    def advantages(self) -> Tensor:
-        """(N, G) as TRL has made them, on the CPU: a call for all processes."""
-        return self.compute_advantages()
+    entropies: Callable[[], Tensor] = field(repr=False)
+    sums: Callable[[], Tensor] = field(repr=False, default=lambda: torch.empty(0))
+    advantages: Callable[[], Tensor] = field(repr=False, default=lambda: torch.empty(0))
 
     @property
     def trainable(self) -> Tensor:
@@ -171,13 +161,8 @@ class Selection:
         """(B,) bool on the device of the rewards: all completions of these groups, over which advantages are made."""
         return self.groups.repeat_interleave(self.rewards.size(1)).to(self.rewards.device)
 
-    @property
-    def scorable_rows(self) -> Tensor:
-        """(B,) bool on the device of the rewards: completions with a reward."""
-        return ~self.rewards.isnan().flatten()
 
-
-def rewards_to_score(name: str | None, sums: Tensor, names: Sequence[str], scored: Scored, rows: int) -> Tensor:
+def rewards_to_score(name: str, sums: Tensor, names: Sequence[str], scored: Scored, rows: int) -> Tensor:
     """(N, G) the rewards that score groups, NaN where there is no finite one. A call for all processes together.
 
     Args:
@@ -191,8 +176,6 @@ def rewards_to_score(name: str | None, sums: Tensor, names: Sequence[str], score
         ValueError: where `name` is neither a reward function nor a column of one number for each completion, logged in
             this very call.
     """
-    if name is None:
-        return sums
     if name in names[: scored.rewards_per_func.size(1)]:  # a subclass may have merged several functions into one
         values = scored.rewards_per_func[:, names.index(name)]
     else:
@@ -228,17 +211,11 @@ def _number(value: Any) -> float | None:
 
 def joined_selections(rounds: Sequence[Selection]) -> Selection:
     """The groups of all rounds of a step as one selection."""
-    first, *others = rounds
-    if not others:
-        return first
+    parts = zip(*((one.rewards, one.scores, one.kept, one.lengths) for one in rounds), strict=True)
+    rewards, scores, kept, lengths = map(torch.cat, parts)
     predicted = [one.predicted for one in rounds]
-    return Selection(
-        torch.cat([one.rewards for one in rounds]),
-        torch.cat([one.scores for one in rounds]),
-        torch.cat([one.kept for one in rounds]),
-        torch.cat([one.lengths for one in rounds]),
-        None if None in predicted else [value for values in predicted for value in values or []],
-    )
+    of_all = None if None in predicted else [value for values in predicted for value in values or []]
+    return Selection(rewards, scores, kept, lengths, of_all)
 
 
 def equal_rewards(rewards: Tensor) -> Tensor:
@@ -341,12 +318,9 @@ class Strategy:
         return self.own_selector is not None
 
     @classmethod
-    def check_loss(cls, trainer_class: type, own: list[str]) -> None:
-        """Raise a `TypeError` where a trainer's own loss, by the names of its methods, does not fit the strategy."""
-
-    @classmethod
-    def check_router_loss(cls, coefficient: float) -> None:
-        """Raise a `ValueError` where the load-balancing loss of a mixture of experts does not fit the strategy."""
+    def check_losses(cls, trainer_class: type, own: list[str], router_coefficient: float | None = None) -> None:
+        """Raise a `TypeError` where a loss of a trainer's own, by the names of its methods, does not fit the strategy,
+        and a `ValueError` where a load-balancing loss, by its coefficient, does not."""
 
     def describe(self) -> str:
         """The settings that select."""
@@ -406,19 +380,17 @@ class Lossless(Strategy):
         return has_own_advantages
 
     @classmethod
-    def check_loss(cls, trainer_class: type, own: list[str]) -> None:
+    def check_losses(cls, trainer_class: type, own: list[str], router_coefficient: float | None = None) -> None:
         if own:
             raise TypeError(
                 f"snr_strategy='lossless' leaves out rows for which TRL's losses are 0, and {trainer_class.__name__} "
                 f"has a {own[0]} of its own; allowed with it: the other strategies, which support every loss."
             )
-
-    @classmethod
-    def check_router_loss(cls, coefficient: float) -> None:
-        raise ValueError(
-            "snr_strategy='lossless' leaves out rows without an advantage, on which the load-balancing loss "
-            f"(router_aux_loss_coef={coefficient}) acts, too; allowed with it: 0."
-        )
+        if router_coefficient is not None:
+            raise ValueError(
+                "snr_strategy='lossless' leaves out rows without an advantage, on which the load-balancing loss "
+                f"(router_aux_loss_coef={router_coefficient}) acts, too; allowed with it: 0."
+            )
 
 
 class OwnSelector(Strategy):

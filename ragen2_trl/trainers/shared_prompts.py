@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ragen2_trl.rotary import length_dependent
-from ragen2_trl.trainers.batches import Batch, padded_size, prompts_of, whole_rows
-from ragen2_trl.trainers.prompt_tree import attending_to_trees, build_tree, serves_flash, tree_size
+from ragen2_trl.trainers.batches import Batch, padded_size, prompts_of, tree_size, whole_rows
+from ragen2_trl.trainers.prompt_tree import attending_to_trees, build_tree, serves_flash
 
 logger = get_logger(__name__)
 
@@ -73,7 +73,7 @@ class SharedPrompts:
         """
         window = getattr(self.config, "sliding_window", None) or math.inf
         tokens, kind = self.length_dependent
-        is_wide = padded_size(batch) >= tokens * len(batch["prompt_ids"])
+        is_wide = tokens < sys.maxsize and padded_size(batch) >= tokens * len(batch["prompt_ids"])
         if is_wide and self.serves is not False and not self._told_width:
             self._told_width = True
             logger.warning(

@@ -232,3 +232,10 @@ def _signature_problem(function: Any, expected: list[str], exactly: bool = False
     if found[: len(always)] == always and not refused:
         return None
     return f"takes ({', '.join(name for name in found if name != 'self')})"
+
+
+def overridden(trainer_class: type) -> set[str]:
+    """Names that classes of a trainer define which are neither ours nor of a library that it is made of."""
+    libraries = ("ragen2_trl", "trl", "transformers", "builtins")
+    own = [one for one in trainer_class.__mro__ if one.__module__.partition(".")[0] not in libraries]
+    return {name for owner in own for name in vars(owner)}

@@ -6,19 +6,16 @@ it.
 What the model saw when it sampled a turn is the prompt of that turn's row.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from trl.trainer.utils import pad
 
 from ragen2_trl.columns import TURN_SAMPLES
-from ragen2_trl.trainers.batches import Batch, join, loss_mask, take
+from ragen2_trl.rollout_events import end_tokens
+from ragen2_trl.trainers.batches import Batch, join, take
 from ragen2_trl.trainers.processes import forward_in_step
-
-LOGPS = ("old_per_token_logps", "ref_per_token_logps")
 
 
 def check_turn_samples(trainer: Any) -> None:
@@ -38,54 +35,33 @@ def check_turn_samples(trainer: Any) -> None:
         )
 
 
-def sampled_tokens(batch: Batch) -> Tensor:
-    """Tokens that the model wrote in each episode, those of its turn samples included: (rows,)."""
-    tokens = loss_mask(batch).sum(dim=1)
-    if TURN_SAMPLES in batch:
-        further = [sum(sum(sample["env_mask"]) for sample in samples) for samples in batch[TURN_SAMPLES]]
-        tokens = tokens + torch.tensor(further, device=tokens.device)
-    return tokens
-
-
-def with_turn_samples(
-    batch: Batch,
-    kept: Tensor,
-    end_tokens: list[int],
-    logps: Mapping[str, Callable[[Batch], Tensor]],
-    args: Any,
-    pad_token_id: int,
-    accelerator: Accelerator,
-) -> tuple[Batch, Tensor]:
+def with_turn_samples(trainer: Any, batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:
     """A batch of all samples, each with the advantage of its episode. A call for all processes together.
 
     Args:
-        batch: one row an episode, with its turn samples in a list.
+        trainer: One of ours.
+        batch: One row an episode, with its turn samples in a list.
         kept: (rows,) bool, the episodes that are trained on.
-        end_tokens: ids that end a turn.
-        logps: for what the batch has of `LOGPS`, from a batch to (rows, T) under the policy that sampled, and under
-            the reference.
-        args: of the trainer.
-        pad_token_id: of its tokenizer.
-        accelerator: of the trainer.
 
     Returns:
         A multiple of `steps_per_generation` rows, filled up with others, and (rows,) bool for those to train on.
     """
+    args, passes = trainer.args, trainer._log_probs
     batch = dict(batch)
     later = batch.pop(TURN_SAMPLES)
     episodes = len(later)
     owners = [episode for episode, samples in enumerate(later) for _ in samples]
-    further = _laid_out([sample for samples in later for sample in samples], owners, batch, end_tokens, args)
-    for key in LOGPS:
+    all_samples = [sample for samples in later for sample in samples]
+    further = _laid_out(all_samples, owners, batch, end_tokens(trainer), args)
+    # Under the policy that sampled, and under the reference.
+    for key, logps in (("old_per_token_logps", passes.now), ("ref_per_token_logps", passes.reference)):
         if key in batch:
             own = kept[owners].nonzero().squeeze(1).tolist()
             size, spare = args.per_device_train_batch_size, take(batch, [0])
-            computed = forward_in_step(logps[key], further or None, own, spare, size, accelerator)
-            if further:
-                assert computed is not None  # of rows of its own
-                further[key] = torch.zeros_like(further["completion_ids"], dtype=torch.float)
-                further[key][own] = computed.float()
-    whole = join([batch, further], pad_token_id) if further else batch
+            computed = forward_in_step(logps, further or None, own, spare, size, trainer.accelerator)
+            if computed is not None:
+                further[key] = computed.float()
+    whole = join([batch, further], trainer._plan.padding[0]) if further else batch
     rows = list(range(episodes + len(owners)))
     spare_rows = [0] * (-len(rows) % args.steps_per_generation)
     kept = torch.cat([kept, kept[owners], kept.new_zeros(len(spare_rows))])

@@ -1,11 +1,11 @@
 """Configuration of PPO with the filter."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl import GRPOConfig
 
 from ragen2_trl.filtering import check_choice
-from ragen2_trl.trainers.config import STRATEGIES, SNRFilterConfig
+from ragen2_trl.trainers.config import STRATEGIES, SNRFilterConfig, with_help
 
 
 def check_loss(args: GRPOConfig) -> None:
@@ -15,6 +15,7 @@ def check_loss(args: GRPOConfig) -> None:
     check_choice("multi_objective_aggregation", args.multi_objective_aggregation, ("sum_then_normalize",))
 
 
+@with_help
 @dataclass
 class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
     r"""
@@ -46,18 +47,13 @@ class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
         ValueError: for a value outside its allowed set; the message names the field, the value and the set.
     """
 
-    value_head: str = field(
-        default="shared",
-        metadata={"help": "'shared' reads values from the policy's hidden state, 'separate' from a model of its own."},
-    )
-    critic_lr: float = field(default=1e-5, metadata={"help": "Learning rate of the critic."})
-    critic_warmup_steps: int = field(default=0, metadata={"help": "Optimizer steps for which only the critic learns."})
-    value_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
-    value_clip: float = field(
-        default=0.5, metadata={"help": "Clip range of values around the rollout's; 0 or less does not clip."}
-    )
-    gamma: float = field(default=1.0, metadata={"help": "Discount from token to token."})
-    gae_lambda: float = field(default=1.0, metadata={"help": "Lambda of the advantages from token to token."})
+    value_head: str = "shared"
+    critic_lr: float = 1e-5
+    critic_warmup_steps: int = 0
+    value_coef: float = 0.1
+    value_clip: float = 0.5
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
 
     def __post_init__(self) -> None:
         check_choice("value_head", self.value_head, ("shared", "separate"))

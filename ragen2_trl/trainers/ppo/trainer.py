@@ -1,6 +1,5 @@
 """PPO with the filter, on the rollouts of TRL's GRPO (arXiv 2604.06268, Section 4.1; TRL has no PPO any more)."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -99,7 +98,10 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         kept = self._local(selection.kept.flatten()).to(mask.device)
         returns = self._local(selection.rewards.flatten()).to(mask.device)  # (rows,), NaN where nothing scored it
         rewards = mathematics.token_rewards(returns, mask, [row.get(TURN_REWARDS) for row in inputs])
-        values = self._of_kept(self._values, batch, kept)
+        rows, size = kept.nonzero().squeeze(1).tolist(), self.args.per_device_train_batch_size
+        # Under the present weights; dropped rows need none.
+        values = forward_in_step(self._values, batch, rows, take(batch, [0]), size, self.accelerator)
+        assert values is not None  # of a batch
         advantages, targets = mathematics.gae(rewards, values, mask, self.args.gamma, self.args.gae_lambda)
         scored = ~returns.isnan().unsqueeze(1)
         batch["advantages"] = advantages * scored
@@ -113,16 +115,6 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         self._set_advantages(inputs, batch, Selection(rewards, rewards[:, 0], everything, torch.ones_like(rewards)))
         self._finish_advantages(batch)
         return {**batch, "returns": torch.full_like(batch["returns"], torch.nan)}  # teach the critic nothing
-
-    def _of_kept(self, forward: Callable[[Batch], Tensor], batch: Batch, kept: Tensor) -> Tensor:
-        """(rows, T) of a forward pass under the present weights, 0 for rows that are dropped: they need none."""
-        rows = kept.nonzero().squeeze(1).tolist()
-        size = self.args.per_device_train_batch_size
-        computed = forward_in_step(forward, batch, rows, take(batch, [0]), size, self.accelerator)
-        assert computed is not None  # of a batch
-        values = torch.zeros_like(batch["completion_ids"], dtype=torch.float)
-        values[kept] = computed.float()
-        return values
 
     @torch.no_grad()
     def _values(self, batch: Batch) -> Tensor:

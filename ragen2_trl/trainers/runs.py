@@ -1,16 +1,19 @@
-"""A run of a filtered trainer: the Hub, where it resumes, and its checkpoints."""
+"""What the synchronous and the asynchronous trainers share: checks when they are made, runs and their checkpoints."""
 
 import os
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ragen2_trl.redaction import hide_credentials
+from ragen2_trl.names import named_object
+from ragen2_trl.redaction import hide_credentials, with_hidden_credentials
+from ragen2_trl.trainers import checks
 from ragen2_trl.trainers.checkpoints import (
     RunState,
     checkpoint_to_resume,
@@ -18,7 +21,8 @@ from ragen2_trl.trainers.checkpoints import (
     open_checkpoint,
     write_manifest,
 )
-from ragen2_trl.trainers.checks import check_trainable
+from ragen2_trl.trainers.selection import Selection, Selector, Strategy, strategy_class, strategy_of
+from ragen2_trl.trainers.trl_contract import check_trl
 
 if TYPE_CHECKING:
     from ragen2_trl.trainers.stock import StockTrainer
@@ -27,11 +31,40 @@ else:
 
 logger = get_logger(__name__)
 
+# Callbacks that a trainer brings along, as `package.module:name` of a function that takes the trainer: by name, as the
+# filter knows nothing of callbacks and reports.
+COMPANIONS = (
+    "ragen2_trl.callbacks.run_record:keep_record",
+    "ragen2_trl.callbacks.cost:count_cost",
+    "ragen2_trl.callbacks.training_health:keep_watch",
+    "ragen2_trl.callbacks.cold_start:keep_cold_start",
+    "ragen2_trl.callbacks.training_progress:show_progress",
+)
 
-class WholeCheckpoints(StockTrainer):
-    """Checkpoints that count once all of them is written, with the state of the run. Mixed in before one of TRL's."""
+# On the model cards of the trainers.
+PAPER = {
+    "title": "RAGEN-2: Reasoning Collapse in Agentic RL",
+    "id": "2604.06268",
+    "citation": textwrap.dedent("""\
+        @article{wang2026ragen2,
+            title  = {{RAGEN-2: Reasoning Collapse in Agentic RL}},
+            author = {Zihan Wang and Chi Gui and Xing Jin and Qineng Wang and Licheng Liu and Kangrui Wang and Shiqi Chen and Linjie Li and Zhengyuan Yang and Pingyue Zhang and Yiping Lu and Jiajun Wu and Li Fei-Fei and Lijuan Wang and Yejin Choi and Manling Li},
+            year   = 2026,
+            eprint = {arXiv:2604.06268},
+        }"""),  # noqa: E501 -- BibTeX
+}
 
+
+class FilteredRun(StockTrainer):
+    """A run with the filter, whose checkpoints count once all of them is written. Mixed in before one of TRL's."""
+
+    _config_class: ClassVar[type]  # with the filter's settings
+    _trl_config_class: ClassVar[type]  # of the plain trainer
+    _paper = PAPER
     how_to_resume = "train(resume_from_checkpoint=True)"  # for the last line of an error
+    latest_selection: Selection | None = None
+    _own_selector: Selector | None
+    _strategy: Strategy
     _run_state: RunState
     _train_sampler: Any = None  # TRL's, of datasets with rows
 
@@ -43,6 +76,43 @@ class WholeCheckpoints(StockTrainer):
     def _has_begun(self) -> bool:
         """Whether a step has begun."""
         raise NotImplementedError
+
+    # Construction: before and after TRL's
+
+    def _checked_args(self, model: Any, args: Any, train_dataset: Any, selector: Any, environments: Any) -> Any:
+        """The settings, once everything is checked that needs no model; see the trainers for arguments and errors."""
+        check_trl(type(self))
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = self._config_class(f"{name.split('/')[-1]}-{self._name.replace(' ', '-')}")
+        checks.check_prompt_column(train_dataset, environments)
+        args = checks.with_snr_fields(args, self._config_class, self._trl_config_class)
+        checks.check_loss_of_trl(type(self), args)
+        checks.check_selector(selector, args)
+        return args
+
+    def _check_made(self, selector: Selector | None, plays_episodes: bool) -> None:
+        """TRL has made the trainer."""
+        self.args = with_hidden_credentials(self.args)  # before others hold them
+        if self.aux_loss_enabled:  # of a mixture of experts
+            strategy_class(self.args).check_losses(type(self), [], self.router_aux_loss_coef)
+        checks.check_same_on_all_processes(self.args, self.accelerator.num_processes)
+        if plays_episodes:
+            checks.warn_of_equal_rows(self.train_dataset)
+        named = self.args.snr_selector
+        self._own_selector = selector if named is None else named_object(named, "snr_selector")
+
+    def _new_strategy(self) -> Strategy:
+        """That of a run that begins."""
+        weights, by = self.reward_weights.tolist(), self.args.snr_score_reward
+        known = checks.known_range(self.reward_funcs, self.reward_func_names, weights, by)
+        return strategy_of(self.args, self._own_selector, known)
+
+    def _add_companions(self) -> None:
+        for companion in COMPANIONS:
+            named_object(companion, "companion")(self)
+
+    # A run
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """A Hub that cannot be reached, or refuses, ends no training before it begins: uploads are tried later."""
@@ -66,7 +136,7 @@ class WholeCheckpoints(StockTrainer):
             raise
 
     def _check_trainable(self) -> None:
-        check_trainable(self.model)
+        checks.check_trainable(self.model)
 
     def _tell_where_to_resume(self, end: BaseException) -> None:
         """Add a line below the traceback; for an error only after a step, with a checkpoint that could be loaded."""
