@@ -1,7 +1,6 @@
 """Presets of RAGEN-2 from outside: what is refused, the random baseline, the command line."""
 
 import pytest
-from conftest import need
 from test_presets import ragen2
 
 from ragen2_trl.envs import ENVIRONMENTS, PRESETS, make_env, options_of, presets_of
@@ -58,16 +57,6 @@ def test_what_belongs_to_the_protocol_is_no_option_of_the_task():
 def test_a_room_of_our_own_needs_two_actions_a_box():
     with pytest.raises(ValueError, match="max_total_actions must be between 4 and 10000, got 3"):
         make_env("sokoban", multi_turn=True, boxes=2, max_total_actions=3)
-
-
-def test_a_preset_cannot_be_served():
-    need("openenv")
-    from ragen2_trl.openenv import server
-
-    with pytest.raises(ValueError, match=r"env must be made without \['preset'\], which clients do not learn of"):
-        server.make_server(ragen2("sokoban"))
-    with pytest.raises(ValueError, match=r"env must be made without \['force_think'\]"):
-        server.make_server(make_env("sokoban", force_think=True))
 
 
 @pytest.mark.parametrize("name", ["countdown", "frozen_lake"])
