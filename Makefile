@@ -122,7 +122,7 @@ TRL := 1.12.0
 TRANSFORMERS := $(if $(filter 1.12.0,$(TRL)),5.15.0)
 TRL_VENV := .venv-trl-$(TRL)
 TRAINER_TESTS = $(wildcard tests/test_trl_*.py tests/test_promises_*.py tests/test_dynamic_sampling.py tests/test_ppo.py tests/test_lossless_settings.py tests/test_generation.py tests/test_failed_episodes.py \
-	tests/test_environment_eval.py tests/test_gradient_snr.py \
+	tests/test_environment_eval.py tests/research/test_gradients.py \
 	tests/test_snr_grpo_trainer.py tests/test_rollout*.py tests/test_mutual_information*.py tests/test_scoring*.py)
 
 $(TRL_VENV)/.installed: pyproject.toml constraints.txt

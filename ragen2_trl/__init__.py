@@ -8,7 +8,6 @@ if TYPE_CHECKING:
         CostCallback,
         EnvironmentEvalCallback,
         EpisodeCallback,
-        GradientSNRCallback,
         MutualInformationCallback,
         TrainingHealthCallback,
     )
@@ -36,7 +35,6 @@ _HOMES = {
     "EnvironmentEvalCallback": "callbacks",
     "EpisodeCallback": "callbacks",
     "Evidence": "instrument",
-    "GradientSNRCallback": "callbacks",
     "MutualInformationCallback": "callbacks",
     "SNRFilteredAsyncGRPOConfig": "trainers",
     "SNRFilteredAsyncGRPOTrainer": "trainers",
@@ -62,7 +60,6 @@ __all__ = [
     "EnvironmentEvalCallback",
     "EpisodeCallback",
     "Evidence",
-    "GradientSNRCallback",
     "MutualInformationCallback",
     "SNRFilteredAsyncGRPOConfig",
     "SNRFilteredAsyncGRPOTrainer",

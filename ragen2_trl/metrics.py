@@ -58,7 +58,6 @@ STEP = "step"
 RUN = "run"  # so far
 EPISODES = "episodes"  # of the step, further rounds included
 HELD_OUT = "held out"  # episodes
-GRADIENT_SAMPLE = "sampled groups"  # of each bucket
 
 
 @dataclass(frozen=True)
@@ -478,65 +477,6 @@ SNR = (
     ),
 )
 
-GRAD = (
-    Metric(
-        "grad/{bucket}/{part}/norm",
-        "norm of the mean sample's gradient, coefficient included; bucket 1 has the lowest variance",
-        "norm",
-        GRADIENT_SAMPLE,
-        "with few samples mostly noise",
-    ),
-    Metric(
-        "grad/{bucket}/{part}/squared_norm_debiased",
-        "the squared norm without that noise: inner product of two halves, each with half of every group's "
-        "completions; may be below 0",
-        "norm squared",
-        GRADIENT_SAMPLE,
-        "unbiased, but a single measurement is uncertain",
-    ),
-    Metric(
-        "grad/{bucket}/{part}/half_cosine",
-        "cosine between the gradients of the two halves: 1 is signal, 0 noise",
-        "cosine",
-        GRADIENT_SAMPLE,
-        "grows with the batch size",
-    ),
-    Metric(
-        "grad/{bucket}/{part}/cosine",
-        "cosine with the gradient of the whole batch",
-        "cosine",
-        GRADIENT_SAMPLE,
-        "the bucket is part of the batch, which raises it",
-    ),
-    Metric(
-        "grad/{bucket}/regulariser_share",
-        "norms of the regularisers over norms of all terms (paper, Appendix K); not logged if all are rounding",
-        "fraction",
-        GRADIENT_SAMPLE,
-        "noise included",
-    ),
-    Metric(
-        "grad/{bucket}/reward_std",
-        "mean and lowest reward standard deviation of the groups",
-        "reward",
-        GRADIENT_SAMPLE,
-    ),
-    Metric("grad/{bucket}/min_reward_std", "", "reward", GRADIENT_SAMPLE),
-    Metric(
-        "grad/batch_norm",
-        "norm of the whole batch's gradient, before filter and clipping: without a filter, `grad_norm`",
-        "norm",
-        FIRST,
-    ),
-    Metric(
-        "grad/seconds",
-        "time, and positions computed: the batch forward and backward twice for each term",
-        "seconds",
-        FIRST,
-    ),
-    Metric("grad/tokens", "", "tokens", FIRST),
-)
-
 PPO = (
     Metric(
         "ppo/value_loss",
@@ -773,7 +713,6 @@ TRL = (
 FAMILIES = {
     "mi": MI,
     "snr": SNR,
-    "grad": GRAD,
     "ppo": PPO,
     "env": ENV,
     "health": HEALTH,

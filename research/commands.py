@@ -16,7 +16,6 @@ CONFIG = "config.yaml"  # of a run, in its folder
 MODELS = "models"  # folder among those of runs: models that were made for them
 # In the checkout's root this finds `research`, whose selectors settings may name; the installed command does not.
 COMMAND_LINE = ["python", "-m", "ragen2_trl.cli"]
-VARIANT_LINE = ["python", "-m", "research.variants"]
 SAVES = 10  # checkpoints of a run, of which the last one is kept
 # Assumed of Qwen2.5-3B on an H100, on which nothing was run: tokens a second. research/README.md has the arithmetic.
 SAMPLED, TRAINED = 1_000, 10_000
@@ -142,14 +141,13 @@ def write_config(folder: Path, job: QueuedRun) -> Path:
 
 def command_of(config: Path, job: QueuedRun) -> list[str]:
     """The line that trains a run."""
-    train = ["train", "--config", str(config)]
     variant = job.planned.fields.get(VARIANT)
-    if variant is not None:
-        return [*VARIANT_LINE, str(variant), *train]
+    module = ["-m", "ragen2_trl.cli"] if variant is None else ["-m", "research.variants", str(variant)]
+    train = [*module, "train", "--config", str(config)]
     if job.launch is None:
-        return [*COMMAND_LINE, *train]
+        return ["python", *train]
     launch = ["--config_file", str(job.launch.launch), "--num_processes", str(job.launch.processes)]
-    return ["accelerate", "launch", *launch, "-m", "ragen2_trl.cli", *train]
+    return ["accelerate", "launch", *launch, *train]
 
 
 def runnable(command: Sequence[str]) -> list[str]:

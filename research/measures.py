@@ -255,7 +255,7 @@ class GradientPoints:
 
 
 def gradient_points(run: FinishedRun, part: str) -> list[GradientPoints]:
-    """What `GradientSNRCallback` logged of a part of the loss; `regularisers` are those there are, norms summed as in
+    """What `MeasuresGradients` logged of a part of the loss; `regularisers` are those there are, norms summed as in
     the paper."""
     parts = ("kl", "entropy") if part == "regularisers" else (part,)
     buckets = sorted(int(match[1]) for key in run.curves if (match := _BUCKET.fullmatch(key)))

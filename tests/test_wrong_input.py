@@ -73,7 +73,6 @@ def test_a_command_says_in_a_line_what_it_cannot_use(typed, said, capsys):
         ("train", {"context": "last"}, "context='last' needs a task of several turns in text, got frozen_lake"),
         ("train", {"mi_every": 5, "mutual_information": False}, "mi_every=5 needs mutual_information"),
         ("train", {"mi_every": 0}, "mi_every must be at least 1, got 0"),
-        ("train", {"gradients_entropy_coef": 0.1}, "gradients_entropy_coef=0.1 needs gradients_every, got 0"),
         ("warm-start", {"env_args": {"size": 2}}, "size must be an integer between 3 and 10, got 2"),
         (
             "warm-start",

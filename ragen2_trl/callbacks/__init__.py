@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from ragen2_trl.callbacks.cost import CostCallback
     from ragen2_trl.callbacks.environment_eval import EnvironmentEvalCallback
     from ragen2_trl.callbacks.episodes import EpisodeCallback
-    from ragen2_trl.callbacks.gradient_snr import GradientSNRCallback
     from ragen2_trl.callbacks.mutual_information import MutualInformationCallback
     from ragen2_trl.callbacks.training_health import TrainingHealthCallback
     from ragen2_trl.callbacks.training_progress import TrainingProgressCallback
@@ -17,7 +16,6 @@ _HOMES = {
     "CostCallback": "cost",
     "EnvironmentEvalCallback": "environment_eval",
     "EpisodeCallback": "episodes",
-    "GradientSNRCallback": "gradient_snr",
     "MutualInformationCallback": "mutual_information",
     "TrainingHealthCallback": "training_health",
     "TrainingProgressCallback": "training_progress",
@@ -27,7 +25,6 @@ __all__ = [
     "CostCallback",
     "EnvironmentEvalCallback",
     "EpisodeCallback",
-    "GradientSNRCallback",
     "MutualInformationCallback",
     "TrainingHealthCallback",
     "TrainingProgressCallback",

@@ -483,12 +483,6 @@ class TrainArguments(PlayArguments):
         default=10,
         metadata={"help": "Save the episodes of a step, at least so many steps apart, for the report; 0 never."},
     )
-    gradients_every: int = field(
-        default=0, metadata={"help": "Log gradients by reward variance at step 1 and multiples of it; 0 never."}
-    )
-    gradients_entropy_coef: float | None = field(
-        default=None, metadata={"help": "Measure the entropy bonus's gradient as if it had this coefficient."}
-    )
     figures: bool = field(default=True, metadata={"help": "Draw figures of the run when training ends."})
     overwrite: bool = field(default=False, metadata={"help": "Delete the checkpoints of an earlier run of that name."})
 

@@ -28,7 +28,6 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 from ragen2_trl.callbacks import (
     EnvironmentEvalCallback,
     EpisodeCallback,
-    GradientSNRCallback,
     MutualInformationCallback,
     TrainingProgressCallback,
 )
@@ -178,10 +177,8 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
 
 def _check_effects(arguments: TrainArguments, env: AnyTask) -> None:
     """Raises a `ValueError` for what was asked of something that is off."""
-    asked = {"mi_every": "mutual_information", "gradients_entropy_coef": "gradients_every"}
-    for name, needed in asked.items():
-        if getattr(arguments, name) is not None and not getattr(arguments, needed):
-            raise ValueError(f"{name}={getattr(arguments, name)} needs {needed}, got {getattr(arguments, needed)}")
+    if arguments.mi_every is not None and not arguments.mutual_information:
+        raise ValueError(f"mi_every={arguments.mi_every} needs mutual_information, got {arguments.mutual_information}")
     if arguments.context != "full" and not env.needs_rollout:
         raise ValueError(f"context={arguments.context!r} needs a task of several turns in text, got {env.name}")
 
@@ -309,9 +306,6 @@ def _make_trainer(
         trainer.add_callback(MutualInformationCallback(trainer, every=script_args.mi_every))
     if script_args.episodes_every > 0:
         trainer.add_callback(EpisodeCallback(trainer, script_args.episodes_every))
-    if script_args.gradients_every > 0:
-        every, entropy_coef = script_args.gradients_every, script_args.gradients_entropy_coef
-        trainer.add_callback(GradientSNRCallback(trainer, every, entropy_coef=entropy_coef))
     return trainer
 
 
