@@ -29,10 +29,11 @@ class MeasuresGradients:
     Logs how large the gradients of the task and of the regularisers are for groups of low and of high reward variance.
 
     At the first optimizer step, midway and at the end, the groups of a generation are sorted into six buckets of
-    reward variance, before any is dropped. The log row has, for bucket b from the lowest up, `grad/bucket_<b>/reward_std`
-    and `min_reward_std`, the mean and the lowest reward standard deviation of its groups, and
-    `grad/bucket_<b>/<part>/norm`, the norm of its mean sample's gradient: of the `task`, the `kl` penalty if the run
-    has one, and the `entropy` bonus, with the paper's coefficient if the run has none. Training is left bit-identical.
+    reward variance, before any is dropped. The log row has, for bucket b from the lowest up,
+    `grad/bucket_<b>/reward_std` and `min_reward_std`, the mean and the lowest reward standard deviation of its groups,
+    and `grad/bucket_<b>/<part>/norm`, the norm of its mean sample's gradient: of the `task`, the `kl` penalty if the
+    run has one, and the `entropy` bonus, with the paper's coefficient if the run has none. Training is left
+    bit-identical.
 
     Raises:
         ValueError: Where a loss has no entropy bonus (RLOO), or parameters are in shards (FSDP, ZeRO-3).
