@@ -10,12 +10,12 @@ Nothing is downloaded: weights are random, in bfloat16, and texts are made. Each
 what it is compared to. Parts come in the order of their worth, each with a share of the time; what one leaves over
 goes to those after it. A case that would not fit is skipped and named, and results are written after every case.
 
-1. *Updates* on given completions (`lossless.py`): plain TRL, `lossless` without and with shared prompts, with
+1. *Updates* on given completions (`bench.py`): plain TRL, `lossless` without and with shared prompts, with
    gradient checkpointing, for one agent's turn and for maths, with no dead group and with half of them dead, under
    SDPA and, where its package is there, FlashAttention. Seconds of an optimizer step less its rollout, of the first
    with its lengths (cold) and of later ones with the same; positions through the model, peak of allocated memory.
 2. *Cross-scoring* of a whole matrix and of the part that is scored where a measurement would cost too much, against
-   the reference's way (`cross_score.py`), and against one pair after the other in bfloat16 and in float32: how far
+   the reference's way (`bench.py`), and against one pair after the other in bfloat16 and in float32: how far
    reuse of a cache is from rounding alone.
 3. *Steps* with generation (transformers', no vLLM) on FrozenLake, with each prompt read once and once per completion:
    its share, that of the update, and the callback's.
@@ -47,10 +47,8 @@ from trl import GRPOConfig, GRPOTrainer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cross_score
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import TINY_MODEL_PATH
-from research.benchmarks.cross_score import make_texts, reference
-from research.benchmarks.filter_step_time import BASE, StepTimes
+from research.benchmarks.bench import BASE, METHODS, Shape, StepTimes, make_texts, reference, train
 from research.benchmarks.gpu_tables import markdown, scoring_line, step_line, update_line
-from research.benchmarks.lossless import METHODS, Shape, train
 from research.benchmarks.measuring import machine, now, peak_memory, reset_peak_memory
 
 RESULTS = Path(__file__).parent / "results"
@@ -77,7 +75,7 @@ class Sizes:
     agent: Shape = AGENT
     maths: Shape = MATHS
     steps: int = 4  # the first is cold
-    texts: tuple[int, int, int, int] = (64, 64, 2_000, 500)  # N, NK, P, T, as in `cross_score.py`
+    texts: tuple[int, int, int, int] = (64, 64, 2_000, 500)  # N, NK, P, T, as in `bench.py`
     scored: int = 128  # tokens of a trace, where a measurement would cost too much
     rounds: int = 2
     generated: int = 256
@@ -134,7 +132,8 @@ def measure_update(size: str, shape: str, dead: float, method: str, attention: s
     policy = make_model(size, sizes, attention)
     reset_peak_memory()
     settings: dict[str, Any] = {"gradient_checkpointing": True, "learning_rate": 1e-6}
-    trained = train(method, getattr(sizes, shape), dead, steps=sizes.steps, policy=policy, clock=now, **settings)
+    given = getattr(sizes, shape)
+    trained = train(METHODS[method], given, dead, steps=sizes.steps, policy=policy, clock=now, **settings)
     return {
         "model": size,
         "shape": shape,

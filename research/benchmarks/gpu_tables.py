@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from research.benchmarks.lossless import GROUP_SIZE, METHODS
+from research.benchmarks.bench import GROUP_SIZE, METHODS
 
 OURS = [method for method in METHODS if method != "TRL"]
 

@@ -250,7 +250,7 @@ def test_the_random_baseline_stands_beside_each_setting_in_percent(tmp_path, fig
 
 
 def test_the_gradient_norms_and_clipped_steps_of_arms_on_other_groups_stand_beside_each(tmp_path, fig9):
-    """Of plain runs a quarter of the steps is above 1, of filtered ones all; arms on the same groups have no columns."""
+    """A quarter of the steps of plain runs is above 1, all of filtered ones; arms on the same groups have none."""
 
     def norms(planned):
         every = planned.fields.get("snr_strategy") == "all"
