@@ -169,7 +169,6 @@ wheel: $(BIN)/.installed  ## Build dist/, check it, and try the wheel in a fresh
 bench: $(BIN)/.installed  ## Side-by-side measurements; writes research/benchmarks/results/
 	$(BIN)/python -m research.benchmarks.bench filter_step_time
 	$(BIN)/python -m research.benchmarks.bench cross_score
-	$(BIN)/python -m research.benchmarks.bench two_processes
 
 bench-gpu: $(BIN)/.installed  ## The same on one NVIDIA GPU, nine minutes; writes research/benchmarks/results/gpu_<device>.md
 	PYTHON=$(BIN)/python research/benchmarks/gpu.sh

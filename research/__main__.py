@@ -1,4 +1,4 @@
-"""Run experiments, see how far they are, and tell what came of them.
+"""Run experiments, and tell what came of them.
 
 python -m research run research/experiments/fig3.yaml --fresh
 python -m research analyse research/experiments/*.yaml
@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ragen2_trl.cli.console import ProgressLine, make_console
@@ -35,12 +34,11 @@ from research.commands import (
     write_warm_start,
 )
 from research.plan import Experiment, read_experiments
-from research.runner import MADE, Runner, is_locked
+from research.runner import MADE, Runner
 from research.store import Store, check_folder
 
 ACTIONS = {
     "run": "train the runs that are not done",
-    "status": "how many are",
     "analyse": "tables, figures and verdicts from what there is",
 }
 # Where results are kept, and where runs are trained.
@@ -107,7 +105,7 @@ def _main(args: list[str] | None) -> None:
         _say(console, _found(jobs, store, arguments))
     if len(jobs) < len(planned):
         _say(console, f"{len(planned) - len(jobs)} runs are left out: their settings no longer exist (`retired`).")
-    do = {"run": _run, "status": _status, "analyse": _analyse}
+    do = {"run": _run, "analyse": _analyse}
     assert do.keys() == ACTIONS.keys()
     do[arguments.action](console, Asked(arguments, experiments, jobs, store, runs))
 
@@ -179,22 +177,6 @@ def _run(console: Console, asked: Asked) -> None:
         _say(console, f"Failed: {failure.job.name}\n  {failure.command}\n  {failure.reason}")
     if runner.failed:
         sys.exit(1)
-
-
-def _status(console: Console, asked: Asked) -> None:
-    done = asked.store.done()
-    table = Table("experiment", "runs", "done", "running", "begun", "left", "seeds done")
-    for one in asked.experiments:
-        own = [job for job in asked.jobs if one.id in job.experiments]
-        open_ = [job for job in own if job.planned.key not in done]
-        running = [job for job in open_ if is_locked(asked.runs / job.planned.key)]
-        begun = [
-            job for job in open_ if job not in running and any((asked.runs / job.planned.key).glob("checkpoint-*"))
-        ]
-        whole = [str(seed) for seed in one.seeds if own and not any(job.planned.seed == seed for job in open_)]
-        counts = (len(own), len(own) - len(open_), len(running), len(begun), len(open_) - len(running) - len(begun))
-        table.add_row(one.id, *map(str, counts), " ".join(whole) or "none")
-    console.print(table)
 
 
 def _commands(folder: Path, job: QueuedRun) -> str:

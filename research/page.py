@@ -120,10 +120,6 @@ class Claim:
         return self.has_run and not self.verdict.startswith(NO_VERDICT)
 
     @property
-    def anchor(self) -> str:
-        return self.experiment.id
-
-    @property
     def rank(self) -> int:
         """Where it stands on the first page; what has no verdict stands last."""
         return next((n for n, said in enumerate(MEANINGS) if self.verdict.startswith(said)), len(MEANINGS))

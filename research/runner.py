@@ -240,17 +240,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a command trains the run of this folder."""
-    if not folder.exists():
-        return False
-    try:
-        with _locked(folder):
-            return False
-    except Timeout:
-        return True
-
-
 @contextmanager
 def _terminated_as_by_ctrl_c() -> Iterator[None]:
     """SIGTERM raises a `KeyboardInterrupt`, as Ctrl-C does."""

@@ -2,7 +2,6 @@
 
     python -m research.benchmarks.bench filter_step_time   # a quarter of an hour on two cores; --quick: tiny model
     python -m research.benchmarks.bench lossless           # an hour on one core
-    python -m research.benchmarks.bench two_processes      # five minutes on two cores
     python -m research.benchmarks.bench prefill            # a quarter of an hour on one core
     python -m research.benchmarks.bench cross_score        # twelve minutes on two cores; --quick: vocabulary 8k only
 
@@ -12,8 +11,6 @@ dead groups (equal rewards) are known.
 """
 
 import argparse
-import copy
-import io
 import json
 import math
 import os
@@ -32,11 +29,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 import yaml
-from accelerate import PartialState
-from accelerate.utils import gather_object, recursively_apply
 from datasets import Dataset
 from transformers import (
     CONFIG_MAPPING,
@@ -51,13 +45,10 @@ from trl import GRPOConfig, GRPOTrainer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cross_score
 from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.envs import make_env
-from ragen2_trl.instrument import count_tokens, scoring
+from ragen2_trl.instrument import count_tokens
 from ragen2_trl.tiny import TINY_MODEL_PATH
-from ragen2_trl.trainers import plans, processes
-from ragen2_trl.trainers.batches import take
-from ragen2_trl.trainers.dealing import deal_rows
 from ragen2_trl.trainers.generation import reading_prompts_once
-from research.benchmarks.measuring import count_cache_elements, machine, now, peak_memory, reset_peak_memory
+from research.benchmarks.measuring import machine, now, peak_memory, reset_peak_memory
 from research.statistics import mean_interval
 
 RESULTS = Path(__file__).parent / "results"
@@ -96,7 +87,8 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
 def save(name: str, title: str, results: dict[str, Any] | None, lines: list[str], note: str = "") -> None:
     """Write a page of results, and the results themselves if there are any beside it."""
     described = ", ".join(f"{key} {value}" for key, value in machine().items())
-    made = f"Made by `python -m {MODULE} {name}`, whose function says what is measured."
+    command = f"{MODULE} {name}" if name in BENCHMARKS else f"research.benchmarks.{name}"
+    made = f"Made by `python -m {command}`, which says what is measured."
     RESULTS.mkdir(exist_ok=True)
     if results is not None:
         (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -263,7 +255,7 @@ def train(
     """
     prompts = prompts or prompts_for(dead)
     given = Given(shape, round(dead * prompts), prompts, seed, clock)
-    micro_batches = prompts * size // rows // int(os.environ.get("WORLD_SIZE", "1"))
+    micro_batches = prompts * size // rows
     settings = {
         **BASE,
         "output_dir": tempfile.mkdtemp(),
@@ -463,139 +455,6 @@ def _ratio(values: list[float]) -> str:
     return f"{middle:.2f} ({math.exp(estimate.low):.2f} to {math.exp(estimate.high):.2f})"
 
 
-# Two processes
-
-DDP_FRACTIONS = (0.25, 0.5, 0.75)
-DDP: dict[str, Any] = {"shape": Shape(100, 100, 0.4), "prompts": 8, "size": 4, "rows": 4, "clock": now}
-
-
-def two_processes(**_: Any) -> None:
-    """What two processes, of one thread each, make of the filter and of cross-scoring.
-
-    1. *Update time* of `drop` under DDP as a fraction of plain TRL's, by kept fraction.
-    2. *Bytes that change process* as a fraction of what sending every kept row to every other process would take, on
-       the rows of such a run and, as tokens, for random generation batches on two to eight processes.
-    3. *Imbalance* of the dealt rows: tokens of the fuller process over their mean, less 1, for random lengths.
-    4. *Cross-scoring* of 16 prompts x 64 traces on two processes as a fraction of one process's time.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        for number in (2, 1):
-            launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={number}", "--standalone"]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-            subprocess.run([*launch, "-m", MODULE, "worker", "--folder", folder], check=True, env=environment)
-        two, one = (json.loads((Path(folder) / f"{number}.json").read_text()) for number in (2, 1))
-    moved = {str(number): moved_tokens(number) for number in (2, 4, 8)}
-    unequal = {f"{number} processes, {of}": value for number in (2, 8) for of, value in imbalance(number).items()}
-    results = {"machine": machine(), "two": two, "one": one, "moved tokens": moved, "imbalance": unequal}
-    plain = two["updates"]["plain 1.0"]
-    times = [[f"{kept:.2f}", f"{two['updates'][f'drop {kept}'] / plain:.3f}"] for kept in DDP_FRACTIONS]
-    sent = [[f"{float(k):.2f}", f"{of['moved'] / of['every kept row']:.1%}"] for k, of in two["moved"].items()]
-    of_tokens = [[f"{n} processes", *(f"{share:.1%}" for share in of.values())] for n, of in moved.items()]
-    fullest = [[name, f"{value:.2%}"] for name, value in unequal.items()]
-    ratio = two["scoring"] / one["scoring"]
-    kept_header = [f"kept {fraction:.2f}" for fraction in DDP_FRACTIONS]
-    lines = [
-        *table(["kept fraction", "update time, of plain TRL's on two processes"], times),
-        "",
-        *table(["kept fraction", "bytes that change process, of every kept row to every other process"], sent),
-        "",
-        *table(["tokens that change process, likewise", *kept_header], of_tokens),
-        "",
-        *table(["tokens of the fullest process over the mean, less 1", ""], fullest),
-        "",
-        f"Cross-scoring on two processes takes {ratio:.2f} of the time on one, one thread each.",
-    ]
-    save("two_processes", "Two processes", results, lines)
-
-
-def worker(folder: str) -> None:
-    """On each process: medians of update times, and the time to score; process 0 writes them."""
-    state = PartialState(cpu=not torch.cuda.is_available())
-    cases = [("plain", 1.0), *(("drop", fraction) for fraction in DDP_FRACTIONS)]
-    seconds: dict[str, list[float]] = {}
-    for variant, kept in cases * 2:
-        policy = POLICIES["tiny (1M)"]()
-        trained = train(VARIANTS[variant], dead=1 - kept, steps=6, policy=policy, **DDP)
-        seconds.setdefault(f"{variant} {kept}", []).extend(trained["seconds"][1:])
-    moved = {}
-    for kept in DDP_FRACTIONS if state.num_processes > 1 else ():
-        own = moved_bytes(kept)
-        moved[kept] = {name: sum(gather_object([count])) for name, count in own.items()}
-    model, prompts, traces = make_case("64 x 64", "hidden 256, 4 layers", 8_192)
-    times = []
-    for _ in range(2):
-        if state.num_processes > 1:
-            dist.barrier()
-        start = now()
-        cross_score(model, prompts[:16], traces, split_over_processes=state.num_processes > 1)
-        times.append(now() - start)
-    if state.is_main_process:
-        medians = {name: statistics.median(values) for name, values in seconds.items()}
-        result = {"processes": state.num_processes, "updates": medians, "moved": moved, "scoring": min(times)}
-        (Path(folder) / f"{state.num_processes}.json").write_text(json.dumps(result))
-
-
-def moved_bytes(kept: float) -> dict[str, int]:
-    """Bytes that this process sends in 24 such steps, and those of its kept rows for every other process."""
-    count = {"moved": 0, "every kept row": 0}
-    exchange, exchange_rows = processes.exchange, processes.exchange_rows
-
-    def size_of(batch: Any) -> int:
-        buffer = io.BytesIO()
-        torch.save(recursively_apply(torch.clone, batch), buffer)
-        return buffer.tell()
-
-    def counted(parcels, device):
-        count["moved"] += sum(size_of(parcel) for parcel in parcels if parcel is not None)
-        return exchange(parcels, device)
-
-    def counted_rows(rows, kept, deal, accelerator, *arguments):
-        if kept:
-            count["every kept row"] += (accelerator.num_processes - 1) * size_of(take(rows, kept))
-        return exchange_rows(rows, kept, deal, accelerator, *arguments)
-
-    processes.exchange, vars(plans)["exchange_rows"] = counted, counted_rows
-    train(VARIANTS["drop"], dead=1 - kept, steps=24, policy=POLICIES["tiny (1M)"](), **DDP)
-    processes.exchange, vars(plans)["exchange_rows"] = exchange, exchange_rows
-    return count
-
-
-def random_deals(num_processes: int, fraction: float, draws: int = 200):
-    """Deals of the kept ones of 16 groups of 8 random lengths, 4 rows a micro-batch, and those lengths by process."""
-    rng = random.Random(0)
-    for _ in range(draws):
-        groups = [[max(8, round(rng.gammavariate(6, 50))) for _ in range(8)] for _ in range(16)]
-        lengths: list[list[int]] = [[] for _ in range(num_processes)]
-        for number in sorted(rng.sample(range(16), round(fraction * 16))):
-            lengths[number * num_processes // 16] += groups[number]
-        yield deal_rows(lengths, [32 // num_processes], 4), lengths
-
-
-def imbalance(num_processes: int) -> dict[str, float]:
-    """Over random generation batches of 128 completions, half of them kept."""
-    values = []
-    for deal, lengths in random_deals(num_processes, 0.5):
-        tokens = [
-            sum(lengths[home][number] for shares in deal for home, number in shares[process])
-            for process in range(num_processes)
-        ]
-        values.append(max(tokens) / statistics.mean(tokens) - 1)
-    return {"mean": statistics.mean(values), "worst": max(values)}
-
-
-def moved_tokens(num_processes: int) -> dict[str, float]:
-    """Tokens that change process over those of every kept row for every other process, by kept fraction."""
-    found = {}
-    for fraction in DDP_FRACTIONS:
-        moved = before = 0
-        for deal, lengths in random_deals(num_processes, fraction):
-            rows = [(p, *row) for shares in deal for p, share in enumerate(shares) for row in share]
-            moved += sum(lengths[home][number] for process, home, number in rows if home != process)
-            before += (num_processes - 1) * sum(map(sum, lengths))
-        found[str(fraction)] = moved / before
-    return found
-
-
 # Generation
 
 
@@ -643,29 +502,6 @@ CASES = [  # texts, model, vocabulary, rounds
     *[(texts, "hidden 256, 4 layers", 151_936, 1) for texts in TEXTS],
     ("64 x 64", "hidden 768, 8 layers", 8_192, 1),
 ]
-SIZES: dict[str, Any] = {
-    **{"vocab_size": 8_192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 64},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
-}
-LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # model type, and what it has beside SIZES
-    "Qwen3: full attention": ("qwen3", {}),
-    "Mistral: a window of 128": ("mistral", {"sliding_window": 128}),
-    "Gemma 3: three of four layers with a window of 128": (
-        "gemma3_text",
-        {"sliding_window": 128, "layer_types": [SLIDING, SLIDING, SLIDING, FULL]},
-    ),
-    "LFM2: three of four layers convolutions": ("lfm2", {"layer_types": ["conv", "conv", "conv", FULL]}),
-    "Qwen3-Next: three of four layers recurrences": (
-        "qwen3_next",
-        {
-            **{"layer_types": [LINEAR, LINEAR, LINEAR, FULL], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-            **{"linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2},
-            **{"moe_intermediate_size": 384, "shared_expert_intermediate_size": 384},
-        },
-    ),
-}
-CACHE_TEXTS = (2, 16, 600, 60)  # N, NK, P, T
 
 
 def make_case(texts: str, model: str, vocabulary: int):
@@ -726,7 +562,7 @@ def reference(model, prompts, traces, rows: int = 4) -> torch.Tensor:
 WAYS: dict[str, Callable[..., torch.Tensor]] = {"reference": reference, "ours": cross_score}
 
 
-def cross_scoring(quick: bool, caches: bool, **_: Any) -> None:
+def cross_scoring(quick: bool, **_: Any) -> None:
     """How much cheaper cross-scoring is than the reference's way, and what the callback costs a run.
 
     1. *Cross-scoring.* The reference (mll-lab-nu/RAGEN, `collapse_metrics.py` over verl 0.6) runs each prompt with
@@ -734,16 +570,10 @@ def cross_scoring(quick: bool, caches: bool, **_: Any) -> None:
        all traces padded to the longest, with logits of every position and their entropy, which it discards. Ours is
        `cross_score`. The best of up to three rounds counts. Timed is one of the N prompts: they are the same work.
        Memory is what a process of its own needs beyond model and data, for one prompt.
-    2. *Caches.* Models of one size with caches of every kind: elements that caches hold at most, counted after each
-       forward pass, and seconds; beside them those of a copy of the prompt's cache for every row of a chunk.
-    3. *The callback.* A training run of 16 prompts x 8 completions: seconds spent measuring over all others.
+    2. *The callback.* A training run of 16 prompts x 8 completions: seconds spent measuring over all others.
     """
-    results: dict[str, Any] = {"machine": machine(), "caches": {"machine": machine(), "rows": measure_caches()}}
-    if caches:
-        results = json.loads((RESULTS / "cross_score.json").read_text()) | {"caches": results["caches"]}
-    else:
-        results["callback"] = measure_callback(40)
-        results["cases"] = [measure_case(*case) for case in (CASES[:2] if quick else CASES)]
+    results: dict[str, Any] = {"machine": machine(), "callback": measure_callback(40)}
+    results["cases"] = [measure_case(*case) for case in (CASES[:2] if quick else CASES)]
     header = ["N x NK, model", "vocabulary", "reference, s a prompt", "ours", "speed-up", "tokens, of N·P + N·NK·T"]
     header += ["memory, of the reference's", "largest difference, nats"]
     rows = []
@@ -755,19 +585,9 @@ def cross_scoring(quick: bool, caches: bool, **_: Any) -> None:
         rows.append([*cells, f"{row['largest_difference_nats']:.1e}"])
     told = "8 x 128: prompts of 300 and traces of 100 tokens on average; 64 x 64: 600 and 150."
     lines = [*table(header, rows), "", told]
-    header = ["model", "elements held", "of the plain cache's", "seconds", "a copy for every row: elements", "seconds"]
-    rows = [
-        [
-            *(row["kind"], f"{row['elements']['shared']:,}", f"{row['elements_of_plain']['shared']:.2f}"),
-            *(f"{row['seconds']['shared']:.2f}", f"{row['elements']['copied']:,}", f"{row['seconds']['copied']:.2f}"),
-            f"{row['largest_difference_nats']:.1e}",
-        ]
-        for row in results["caches"]["rows"]
-    ]
-    told = "{} prompts, {} traces, {} and {} tokens.".format(*CACHE_TEXTS)
-    lines += ["", "## Caches", "", told, "", *table([*header, "largest difference, nats"], rows), ""]
     callback = results["callback"]
     lines += [
+        "",
         "## The callback at its defaults, 16 prompts x 8 completions a step",
         "",
         f"{callback['measurements']} measurements of {callback['seconds_each']:.2f} s in {callback['steps']} steps of "
@@ -807,41 +627,6 @@ def measure_case(texts: str, model: str, vocabulary: int, rounds: int) -> dict[s
     }
 
 
-def copied_cache(cache, rows: int):
-    """A copy for every row, in place of `scoring.share`."""
-    copied = copy.deepcopy(cache)
-    copied.reorder_cache(torch.zeros(rows, dtype=torch.long))
-    return copied
-
-
-def measure_caches() -> list[dict[str, Any]]:
-    """Elements held and seconds for each kind of cache, shared and copied in turn; the best of three rounds."""
-    num_prompts, num_traces, prompt_length, length = CACHE_TEXTS
-    rng = random.Random(0)
-    prompts = [[rng.randrange(8_192) for _ in range(prompt_length)] for _ in range(num_prompts)]
-    traces = [[rng.randrange(8_192) for _ in range(length)] for _ in range(num_traces)]
-    rows: list[dict[str, Any]] = []
-    ways = {"shared": scoring.share, "copied": copied_cache}
-    for kind, (model_type, particular) in KINDS.items():
-        model = random_model(model_type, **SIZES | particular).eval()
-        cross_score(model, prompts[:1], traces[:4])  # warm
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        elements, matrices = {}, {}
-        for way, share in list(ways.items()) * 3:
-            scoring.share = share
-            with count_cache_elements(model) as counts:
-                start = now()
-                matrices[way] = cross_score(model, prompts, traces)
-                seconds[way].append(now() - start)
-            elements[way] = max(counts)
-        scoring.share = ways["shared"]
-        best = {way: min(values) for way, values in seconds.items()}
-        apart = (matrices["shared"] - matrices["copied"]).abs().max().item()
-        rows.append({"kind": kind, "elements": elements, "seconds": best, "largest_difference_nats": apart})
-        rows[-1]["elements_of_plain"] = {way: elements[way] / rows[0]["elements"]["shared"] for way in ways}
-    return rows
-
-
 def measure_callback(steps: int) -> dict[str, float]:
     """Share of a run's time that measuring takes, 16 prompts x 8 completions a step, callback at its defaults."""
     recipe = yaml.safe_load(recipe_path("frozen_lake_tiny").read_text())
@@ -872,7 +657,6 @@ def measure_callback(steps: int) -> dict[str, float]:
 BENCHMARKS: dict[str, Callable[..., None]] = {
     "filter_step_time": filter_step_time,
     "lossless": lossless,
-    "two_processes": two_processes,
     "prefill": prefill,
     "cross_score": cross_scoring,
 }
@@ -882,21 +666,17 @@ def main(args: list[str] | None = None) -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = ", ".join(BENCHMARKS)
-    parser.add_argument("name", choices=[*BENCHMARKS, "peak", "worker"], metavar="NAME", help=names)
+    parser.add_argument("name", choices=[*BENCHMARKS, "peak"], metavar="NAME", help=names)
     parser.add_argument("--quick", action="store_true", help="smaller cases only")
-    parser.add_argument("--caches", action="store_true", help="cross_score: kinds of caches only; the rest stays")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each case of lossless and prefill (default: 3)")
     parser.add_argument("--note", default="", help="what else is to be known of the machine")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args(args)
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if arguments.name == "peak":
         print_peak(**arguments.case)
-    elif arguments.name == "worker":
-        worker(arguments.folder)
     else:
         BENCHMARKS[arguments.name](**vars(arguments))
 

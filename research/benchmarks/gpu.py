@@ -48,7 +48,7 @@ from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilt
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from research.benchmarks.bench import BASE, METHODS, Shape, StepTimes, make_texts, reference, train
-from research.benchmarks.gpu_tables import markdown, scoring_line, step_line, update_line
+from research.benchmarks.gpu_tables import markdown
 from research.benchmarks.measuring import machine, now, peak_memory, reset_peak_memory
 
 RESULTS = Path(__file__).parent / "results"
@@ -88,13 +88,12 @@ DRY_SHAPE = (32, 64, 1, 2)
 
 @dataclass(frozen=True)
 class CaseList:
-    """Cases of one kind: `measure(*case)` gives a row, and `line(row)` prints it."""
+    """Cases of one kind, of which `measure(*case)` gives a row."""
 
     title: str
     share: float  # of the time
     cases: list[tuple[Any, ...]]  # by worth
     measure: Callable[..., dict[str, Any]]
-    line: Callable[[dict[str, Any]], str]
 
 
 def make_model(size: str, sizes: Sizes, attention: str = "sdpa") -> Qwen2ForCausalLM:
@@ -250,12 +249,11 @@ def make_parts(sizes: Sizes, results: dict[str, list[dict[str, Any]]]) -> dict[s
         for method in METHODS
     ]
     steps = [(SMALL, variant) for variant in STEPS]
+    scored = [(size,) for size in models]
     parts = {
-        "updates": CaseList("Updates", 0.65, updates, partial(measure_update, sizes=sizes), update_line),
-        "scoring": CaseList(
-            "Cross-scoring", 0.2, [(size,) for size in models], partial(measure_scoring, sizes=sizes), scoring_line
-        ),
-        "steps": CaseList("Steps", 0.15, steps, partial(measure_step, sizes=sizes), step_line),
+        "updates": CaseList("Updates", 0.65, updates, partial(measure_update, sizes=sizes)),
+        "scoring": CaseList("Cross-scoring", 0.2, scored, partial(measure_scoring, sizes=sizes)),
+        "steps": CaseList("Steps", 0.15, steps, partial(measure_step, sizes=sizes)),
     }
     results.update({name: [] for name in parts})
     return parts
@@ -275,7 +273,7 @@ def run_part(
             continue
         try:
             rows.append(part.measure(*case))
-            print(f"  {part.line(rows[-1])}", flush=True)
+            print(f"  {rows[-1]}", flush=True)
         except torch.OutOfMemoryError:
             missing.append(f"{named}: out of memory")
             print(f"  {missing[-1]}", flush=True)

@@ -13,13 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from experiment_results import write_results
+from filelock import FileLock, Timeout
 
 from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.record.files import HISTORY_FILE
 from research.__main__ import main
 from research.commands import QueuedRun, queue
 from research.plan import PlannedRun, read_experiment
-from research.runner import KEPT, LOCK, LOG, MADE, Runner, is_locked
+from research.runner import KEPT, LOCK, LOG, MADE, Runner
 from research.store import (
     COSTS,
     CURVES_SCHEMA,
@@ -95,6 +96,14 @@ def wait_for(condition, process: subprocess.Popen, folder: Path, seconds: float 
         assert process.poll() is None, (folder / "output").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def is_locked(folder: Path) -> bool:
+    try:
+        with FileLock(folder / LOCK, blocking=False):
+            return False
+    except Timeout:
+        return True
 
 
 def history(folder: Path) -> list[dict]:
