@@ -58,7 +58,7 @@ COLUMNS = {
     "retrieval before": "retrieval/first",
     "retrieval, last fifth": "retrieval/last_fifth",
 }
-OF_ARMS = {"gradient norm": "grad_norm/median", "clipped steps": "clipped/mean"}  # where they train on other groups
+OF_ARMS = {"median gradient norm": "grad_norm/median", "clipped steps": "clipped/mean"}  # where they train on other groups
 MEANINGS = {  # in the order of the claims on the first page
     SUPPORTED: "The primary check is significant as expected.",
     OPPOSITE: "The primary check is significant the other way.",

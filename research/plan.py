@@ -143,7 +143,8 @@ class Experiment:
         Raises:
             ValueError: If the experiment has no such scale.
         """
-        check_scale(scale)
+        if scale not in SCALES:
+            raise ValueError(f"scale={scale!r} is not supported; allowed values: {', '.join(SCALES)}.")
         if self.others:
             return {}
         files = self.level_files.get(scale, {})
@@ -300,12 +301,6 @@ def question(check: Mapping[str, Any]) -> str:
     return json_text(as_stored({name: value for name, value in check.items() if name not in of_its_rank}))
 
 
-def check_scale(scale: str) -> None:
-    """Raise a `ValueError` if there is no such scale."""
-    if scale not in SCALES:
-        raise ValueError(f"scale={scale!r} is not supported; allowed values: {', '.join(SCALES)}.")
-
-
 def _fields(value: Any, path: Path, where: str) -> Fields:
     """Settings of an experiment's own."""
     own = dict(_check_mapping(value, path, where))
@@ -314,9 +309,7 @@ def _fields(value: Any, path: Path, where: str) -> Fields:
             f"{path}: {where}.{taken[0]} is set by the runner; allowed: arguments of `ragen2-trl train` "
             f"other than {', '.join(sorted(OF_THE_RUNNER))}."
         )
-    for name in ("env_args",):
-        if name in own:
-            _check_mapping(own[name], path, f"{where}.{name}")
+    _check_mapping(own.get("env_args", {}), path, f"{where}.env_args")
     check_unset(own, f"{path}: {where}.")
     return with_warm_start(own, path)
 

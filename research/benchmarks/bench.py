@@ -377,13 +377,9 @@ def measure_steps(steps: int) -> dict[str, float]:
         settings |= {"num_generations": 4, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 4}
         settings |= {"max_completion_length": 64, "logging_strategy": "steps", "logging_steps": 1}
         plain, times = variant == "plain", StepTimes()
-        trainer = (GRPOTrainer if plain else SNRFilteredGRPOTrainer)(
-            str(TINY_MODEL_PATH),
-            rewards,
-            (GRPOConfig if plain else SNRFilteredGRPOConfig)(**settings),
-            env.dataset(1024, seed=0),
-            callbacks=[times],
-        )
+        made, args = (GRPOTrainer, GRPOConfig) if plain else (SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig)
+        dataset = env.dataset(1024, seed=0)
+        trainer = made(str(TINY_MODEL_PATH), rewards, args(**settings), dataset, callbacks=[times])
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         seconds[variant] += times.steps[1:]
