@@ -204,8 +204,9 @@ def of_curve(curve: MetricCurve, what: str) -> float:
         return float(trapezoid(values, steps) / span) if span > 0 else float(values[-1])
     if what == "change":
         return of_curve(curve, "last_fifth") - float(values[0])
-    ends = {"first": values[0], "last": values[-1], "peak": values.max()}
-    return float(ends[what] if what in ends else {"mean": np.mean, "median": np.median}[what](values))
+    if what == "median":
+        return float(np.median(values))
+    return float({"first": values[0], "last": values[-1], "peak": values.max(), "mean": values.mean()}[what])
 
 
 def spent_to_reach(run: FinishedRun, axis: str, target: float) -> float:

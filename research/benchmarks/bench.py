@@ -401,7 +401,7 @@ def lossless(rounds: int, note: str, **_: Any) -> None:
         "agent, long prompts": Shape(prompt=1024, completion=128, spread=0.3),
     }
     train(METHODS["all"], Shape(prompt=16, completion=16, spread=0.5), 0.5)  # warms up
-    before = list(model_12m().parameters())
+    before: list[torch.Tensor] = list(model_12m().parameters())
     rows, memory = [], []
     for name, shape in shapes.items():
         for dead in (0.0, 0.5, 0.75):
