@@ -58,7 +58,7 @@ COLUMNS = {
     "retrieval before": "retrieval/first",
     "retrieval, last fifth": "retrieval/last_fifth",
 }
-OF_ARMS = {"median gradient norm": "grad_norm/median", "clipped steps": "clipped/mean"}  # where they train on other groups
+OF_ARMS = {"median gradient norm": "grad_norm/median", "clipped steps": "clipped/mean"}  # on other groups
 MEANINGS = {  # in the order of the claims on the first page
     SUPPORTED: "The primary check is significant as expected.",
     OPPOSITE: "The primary check is significant the other way.",
@@ -175,6 +175,7 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         "wall_time": _duration(_wall_seconds(list(done.values()))),
         "number_planned": len({planned.key for planned in planned_runs}),
         "quick": quick,
+        "root": relpath(ROOT, folder.resolve()),
         "docs": relpath(ROOT / "research" / "README.md", folder.resolve()),
     }
     for page in (PAGE, ALL, METHOD, *([MAP] if has_map else [])):
