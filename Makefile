@@ -121,7 +121,7 @@ TRL := 1.12.0
 TRANSFORMERS := $(if $(filter 1.12.0,$(TRL)),5.15.0)
 TRL_VENV := .venv-trl-$(TRL)
 TRAINER_TESTS = $(wildcard tests/test_trl_*.py tests/test_promises_*.py tests/test_dynamic_sampling.py tests/test_ppo.py tests/test_lossless_settings.py tests/test_generation.py tests/test_failed_episodes.py \
-	tests/test_environment_eval.py tests/test_gradient_snr.py \
+	tests/test_environment_eval.py tests/research/test_gradients.py \
 	tests/test_snr_grpo_trainer.py tests/test_rollout*.py tests/test_mutual_information*.py tests/test_scoring*.py)
 
 $(TRL_VENV)/.installed: pyproject.toml constraints.txt
@@ -166,9 +166,8 @@ wheel: $(BIN)/.installed  ## Build dist/, check it, and try the wheel in a fresh
 	TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" .ci/wheel $(abspath $(BIN))/python
 
 bench: $(BIN)/.installed  ## Side-by-side measurements; writes research/benchmarks/results/
-	$(BIN)/python -m research.benchmarks.filter_step_time
-	$(BIN)/python -m research.benchmarks.cross_score
-	$(BIN)/python -m research.benchmarks.two_processes
+	$(BIN)/python -m research.benchmarks.bench filter_step_time
+	$(BIN)/python -m research.benchmarks.bench cross_score
 
 bench-gpu: $(BIN)/.installed  ## The same on one NVIDIA GPU, nine minutes; writes research/benchmarks/results/gpu_<device>.md
 	PYTHON=$(BIN)/python research/benchmarks/gpu.sh

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
         CostCallback as CostCallback,
         EnvironmentEvalCallback as EnvironmentEvalCallback,
         EpisodeCallback as EpisodeCallback,
-        GradientSNRCallback as GradientSNRCallback,
         MutualInformationCallback as MutualInformationCallback,
         TrainingHealthCallback as TrainingHealthCallback,
     )
@@ -43,7 +42,6 @@ _HOMES = {
     "EnvironmentEvalCallback": "callbacks",
     "EpisodeCallback": "callbacks",
     "Evidence": "instrument",
-    "GradientSNRCallback": "callbacks",
     "MutualInformationCallback": "callbacks",
     "SNRFilteredAsyncGRPOConfig": "trainers",
     "SNRFilteredAsyncGRPOTrainer": "trainers",

@@ -213,27 +213,6 @@ SNR = (
            "prompts sampled since the least recently sampled prompt, or since the start"),
 )
 
-GRAD = (
-    Metric("grad/{bucket}/{part}/norm", "norm",
-           "norm of the mean sample's gradient, coefficient included; with few samples mostly noise"),
-    Metric("grad/{bucket}/{part}/squared_norm_debiased", "norm squared",
-           "the squared norm without that noise: inner product of two halves, each with half of every group's "
-           "completions; a single one is uncertain, and may be below 0"),
-    Metric("grad/{bucket}/{part}/half_cosine", "cosine",
-           "cosine between the gradients of the two halves: 1 is signal, 0 noise; grows with the batch size"),
-    Metric("grad/{bucket}/{part}/cosine", "cosine",
-           "cosine with the gradient of the whole batch, of which the bucket is a part"),
-    Metric("grad/{bucket}/regulariser_share", "fraction",
-           "norms of the regularisers over norms of all terms, noise included (paper, Appendix K); not logged if all "
-           "are rounding"),
-    Metric("grad/{bucket}/reward_std", "reward", "mean reward standard deviation of the groups"),
-    Metric("grad/{bucket}/min_reward_std", "reward", "the lowest of them"),
-    Metric("grad/batch_norm", "norm",
-           "norm of the whole batch's gradient, before filter and clipping: without a filter, `grad_norm`"),
-    Metric("grad/seconds", "seconds", "time of a measurement"),
-    Metric("grad/tokens", "tokens", "positions computed: the batch forward and backward twice for each term"),
-)
-
 PPO = (
     Metric("ppo/value_loss", "reward squared",
            "mean of half the squared error of values, clipped, before `value_coef`"),
@@ -339,7 +318,6 @@ TRL = (
 FAMILIES = {
     "mi": MI,
     "snr": SNR,
-    "grad": GRAD,
     "ppo": PPO,
     "env": ENV,
     "health": HEALTH,

@@ -1,6 +1,6 @@
-"""Run experiments, see how far they are, and tell what came of them.
+"""Run experiments, and tell what came of them.
 
-python -m research run research/experiments/*.yaml
+python -m research run research/experiments/fig3.yaml --fresh
 python -m research analyse research/experiments/*.yaml
 """
 
@@ -11,13 +11,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ragen2_trl.cli.console import ProgressLine, make_console
@@ -33,18 +33,17 @@ from research.commands import (
     write_warm_start,
 )
 from research.plan import Experiment, read_experiments
-from research.runner import MADE, Progress, Runner, is_locked
+from research.runner import MADE, Runner
 from research.store import Store, check_folder
 
 ACTIONS = {
     "run": "train the runs that are not done",
-    "status": "how many are",
     "analyse": "tables, figures and verdicts from what there is",
-    "list": "the runs, with the command of each",
 }
 # Where results are kept, and where runs are trained.
 FOLDERS = {
     "tiny": (Path("research/results"), Path("runs/experiments")),
+    "middle": (Path("research/results/middle"), Path("runs/middle")),
     "paper": (Path("research/results/paper"), Path("runs/paper")),
     "quick": (Path("runs/quick/results"), Path("runs/quick/runs")),
 }
@@ -93,8 +92,7 @@ def _main(args: list[str] | None) -> None:
             raise ValueError(f"jobs must be at least 1, got {arguments.jobs}")
         if not arguments.limit > 0:
             raise ValueError(f"limit must be above 0, got {arguments.limit:g}")
-        results, runs = FOLDERS["quick" if arguments.quick else arguments.scale]
-        results, runs = arguments.results or results, arguments.runs or runs
+        results, runs = _folders(arguments)
         store = Store(results)
         store.check_folder()
         check_folder(runs, "runs")
@@ -102,18 +100,58 @@ def _main(args: list[str] | None) -> None:
             store.check(one, arguments.scale, arguments.quick)
     done = store.done()
     jobs = [job for job in planned if not job.planned.retired or job.planned.key in done]
+    if arguments.action == "run":
+        _say(console, _found(jobs, store, arguments))
     if len(jobs) < len(planned):
-        gone = f"{len(planned) - len(jobs)} runs are left out: their settings no longer exist (`retired`)."
-        console.print(Text(gone), soft_wrap=True)
-    do = {"run": _run, "status": _status, "analyse": _analyse, "list": _list}
+        _say(console, f"{len(planned) - len(jobs)} runs are left out: their settings no longer exist (`retired`).")
+    do = {"run": _run, "analyse": _analyse}
     assert do.keys() == ACTIONS.keys()
     do[arguments.action](console, Asked(arguments, experiments, jobs, store, runs))
 
 
+def _say(console: Console, text: str) -> None:
+    console.print(Text(text), soft_wrap=True)  # a command is copied whole
+
+
+def _folders(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """Of results and of runs: with `--fresh` in a new folder, and with `--results` the runs are inside of that one."""
+    if arguments.fresh:
+        if arguments.action != "run" or arguments.results or arguments.runs:
+            raise ValueError("fresh makes a folder of its own; allowed: with `run`, without --results and --runs")
+        folder = next(path for number in count(1) if not (path := Path(f"runs/fresh-{number}")).exists())
+        return folder / "results", folder / "runs"
+    results, runs = FOLDERS["quick" if arguments.quick else arguments.scale]
+    if arguments.results:
+        results, runs = arguments.results, arguments.results / "runs"
+    return results, arguments.runs or runs
+
+
+def _found(jobs: Sequence[QueuedRun], store: Store, arguments: argparse.Namespace) -> str:
+    """How many runs are stored, how to train them anew, and what the others cost."""
+    rows = store.finished().set_index("key")
+    stored = [job for job in jobs if job.planned.key in rows.index]
+    told = f"{len(stored)} of {len(jobs)} runs are stored in {store.folder}"
+    if stored:
+        own = rows.loc[[job.planned.key for job in stored]]
+        hours = own["wall_seconds"].fillna(own["seconds"]).sum() / 3600
+        told += f" and are not trained again ({hours:.1f} hours when they were). All anew: --fresh, or --results DIR"
+    if left := [job for job in jobs if job not in stored and job.launch is not None]:
+        hours = sum(job.gpu_hours for job in left)
+        told += f"; the other {len(left)} take about {hours:,.0f} GPU hours, an estimate: nothing of it was run"
+    return told + "."
+
+
 def _run(console: Console, asked: Asked) -> None:
     done = asked.store.done()
-    if left := [job for job in asked.jobs if job.planned.key not in done]:
+    left = [job for job in asked.jobs if job.planned.key not in done]
+    if left:
         _check_settings(left, asked.arguments.set)
+    if asked.arguments.dry or asked.arguments.scale != "tiny":
+        for job in left:
+            hours = "" if job.launch is None else f": about {job.gpu_hours:.1f} GPU hours"
+            _say(console, f"# {job.planned.key} {job.name}{hours}\n{_commands(asked.runs / job.planned.key, job)}")
+    if asked.arguments.dry:
+        return
     unrecorded = {source.id: source for one in asked.experiments for source in (*one.others, one)}
 
     def added(job: QueuedRun) -> None:
@@ -121,50 +159,23 @@ def _run(console: Console, asked: Asked) -> None:
             if (experiment := unrecorded.pop(name, None)) is not None:
                 asked.store.write_record(experiment, asked.arguments.scale, asked.arguments.quick)
 
-    at_once = 1 if asked.arguments.scale == "paper" else asked.arguments.jobs
-    if asked.arguments.scale == "paper":
-        _show_launches(console, asked.jobs, asked.runs)
+    at_once = asked.arguments.jobs if asked.arguments.scale == "tiny" else 1
     with ProgressLine(console, PLAIN_EVERY) as line:
+        limit = 3600.0 * asked.arguments.limit
+        runner = Runner(asked.store, asked.runs, at_once, added, line.say, limit)
         try:
-            say = lambda progress: line.say(_told(progress))  # noqa: E731
-            limit = 3600.0 * asked.arguments.limit
-            outcome = Runner(asked.store, asked.runs, at_once, added, say, limit).run(asked.jobs)
+            runner.run(asked.jobs)
         except KeyboardInterrupt:
-            console.print("Stopped. The same command goes on with the runs that are left, from their checkpoints.")
+            how = "The same command"
+            if asked.arguments.fresh:
+                how += f" with --results {asked.store.folder} --runs {asked.runs} in place of --fresh"
+            _say(console, f"Stopped. {how} goes on with the runs that are left, from their checkpoints.")
             sys.exit(130)
-    console.print(Text(f"{len(outcome.done)} of {len(asked.jobs)} runs are done, in {asked.store.folder}."))
-    for failure in outcome.failed:
-        told = f"Failed: {failure.job.name}\n  {failure.command}\n  {failure.reason}"
-        console.print(Text(told), soft_wrap=True)  # a command is copied whole
-    if outcome.failed:
+    _say(console, f"{len(runner.done)} of {len(asked.jobs)} runs are done, in {asked.store.folder}.")
+    for failure in runner.failed:
+        _say(console, f"Failed: {failure.job.name}\n  {failure.command}\n  {failure.reason}")
+    if runner.failed:
         sys.exit(1)
-
-
-def _status(console: Console, asked: Asked) -> None:
-    done = asked.store.done()
-    table = Table("experiment", "runs", "done", "running", "begun", "left", "seeds done")
-    for one in asked.experiments:
-        own = [job for job in asked.jobs if one.id in job.experiments]
-        open_ = [job for job in own if job.planned.key not in done]
-        running = [job for job in open_ if is_locked(asked.runs / job.planned.key)]
-        begun = [
-            job for job in open_ if job not in running and any((asked.runs / job.planned.key).glob("checkpoint-*"))
-        ]
-        whole = [str(seed) for seed in one.seeds if own and not any(job.planned.seed == seed for job in open_)]
-        counts = (len(own), len(own) - len(open_), len(running), len(begun), len(open_) - len(running) - len(begun))
-        table.add_row(one.id, *map(str, counts), " ".join(whole) or "none")
-    console.print(table)
-
-
-def _list(console: Console, asked: Asked) -> None:
-    if asked.arguments.scale == "paper":
-        _show_launches(console, asked.jobs, asked.runs)
-        return
-    done = asked.store.done()
-    for job in asked.jobs:
-        state = "done" if job.planned.key in done else "left"
-        command = _commands(asked.runs / job.planned.key, job) if state == "left" else ""
-        console.print(Text(f"{job.planned.key}  {state}  {job.name}  {command}".rstrip()), soft_wrap=True)
 
 
 def _commands(folder: Path, job: QueuedRun) -> str:
@@ -185,32 +196,12 @@ def _analyse(console: Console, asked: Asked) -> None:
     for one in asked.experiments:
         has_runs = any(one.id in job.experiments and job.planned.key in done for job in asked.jobs)
         if has_runs and asked.store.fixed_checks(one) is None:
-            told = f"{one.id} has runs and no record of its checks: `python -m research run {one.path}` writes it."
-            console.print(Text(told), soft_wrap=True)
-    console.print(
-        Text(f"{asked.store.folder / 'README.md'} says what came of {', '.join(one.id for one in asked.experiments)}.")
-    )
-
-
-def _show_launches(console: Console, jobs: Sequence[QueuedRun], runs: Path) -> None:
-    """Write the settings of all runs and show the line that trains each."""
-    hours = 0.0
-    for job in jobs:
-        hours += job.gpu_hours
-        command = shlex.join(command_of(write_config(runs / job.planned.key, job), job))
-        console.print(Text(f"# {job.name}: about {job.gpu_hours:.0f} GPU hours\n{command}"), soft_wrap=True)
-    told = f"{len(jobs)} runs, about {hours:,.0f} GPU hours: an estimate, nothing of it was run on a GPU."
-    console.print(Text(told), soft_wrap=True)
-
-
-def _told(progress: Progress) -> str:
-    parts = [f"{progress.done}/{progress.total} runs done", f"{len(progress.running)} running"]
-    if progress.failed:
-        parts.append(f"{progress.failed} failed")
-    if progress.seconds_left is not None:
-        minutes = round(progress.seconds_left / 60)
-        parts.append(f"about {minutes // 60} h {minutes % 60:02} min left" if minutes else "less than a minute left")
-    return ", ".join(parts)
+            _say(
+                console,
+                f"{one.id} has runs and no record of its checks: `python -m research run {one.path}` writes it.",
+            )
+    told = ", ".join(one.id for one in asked.experiments)
+    _say(console, f"{asked.store.folder / 'README.md'} says what came of {told}.")
 
 
 def _check_claims(experiments: Sequence[Experiment]) -> None:
@@ -312,12 +303,15 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--scale",
         default="tiny",
-        help="tiny, or paper: its models and sizes, one run after the other with accelerate.",
+        help="tiny; or one run after the other with accelerate: middle (0.5B, one GPU) or paper (its sizes).",
     )
+    add("--fresh", action="store_true", help="Train all runs anew, for results in a new folder runs/fresh-<n>.")
+    add("--dry", action="store_true", help="Check the settings and say what would be trained and what that costs.")
     for number, (name, what) in enumerate((("results", "results"), ("runs", "trainings under way"))):
         tiny, paper, quick = (FOLDERS[kind][number] for kind in ("tiny", "paper", "quick"))
         default = f"default: {tiny}; {paper} at that scale, {quick} with --quick"
-        add(f"--{name}", type=Path, help=f"Folder of {what} ({default}).")
+        default += "; DIR/runs with --results DIR" if name == "runs" else ""
+        add(f"--{name}", type=Path, metavar="DIR", help=f"Folder of {what} ({default}).")
     add("--only", nargs="+", default=[], metavar="AXIS=LEVEL", help="Runs at these levels of the grid alone.")
     add("--seeds", nargs="+", type=int, metavar="SEED", help="Runs of these seeds alone.")
     add(

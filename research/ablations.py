@@ -3,7 +3,7 @@
 A selector is named in a configuration or an experiment's file, as `snr_selector: research.ablations:first_quarter`. A
 trainer is made by mixing one of the classes in before a filtered one:
 
-    class WithoutTask(WithoutTaskAdvantage, SNRFilteredGRPOTrainer): ...
+    class ScaledTrainer(AdvantagesByKeptFraction, SNRFilteredGRPOTrainer): ...
 """
 
 import subprocess
@@ -16,7 +16,6 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from trl.trainer.rloo_trainer import RLOOTrainer
 
 from ragen2_trl.envs.frozen_lake import distances_to_goal, find
 from ragen2_trl.filtering import ROUNDING, group_score, shortest_prefix, zero_variance
@@ -225,52 +224,6 @@ half_at_random: Selector = _half("random")
 # Trainers
 
 
-class WithoutTaskAdvantage:
-    """Leaves only the regularisers of the loss, on the groups that are kept: KL penalty, entropy bonus, critic.
-
-    RLOO takes its KL penalty off the rewards, and its advantages are linear in both: the penalty's part of them stays.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        own = self.args  # type: ignore[attr-defined]
-        if own.beta == 0.0 == getattr(own, "entropy_coef", 0.0):
-            raise ValueError(
-                f"beta={own.beta} and entropy_coef=0.0 leave nothing without the task's advantages; allowed: one of "
-                "them above 0."
-            )
-        if isinstance(self, RLOOTrainer) and own.normalize_advantages:
-            raise ValueError(
-                "normalize_advantages=True would scale the KL penalty, which is all of the advantages here, to one "
-                "size whatever beta is; allowed: False."
-            )
-        if isinstance(self, RLOOTrainer) and own.snr_dynamic_sampling_rounds > 0:
-            raise ValueError(
-                f"snr_dynamic_sampling_rounds={own.snr_dynamic_sampling_rounds} has rows of several "
-                "generations, whose rewards are not told apart; allowed: 0."
-            )
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        if self.model.training:  # type: ignore[attr-defined]
-            of_penalty = isinstance(self, RLOOTrainer) and self.beta != 0.0
-            of_task = self._task_advantages(batch["advantages"]) if of_penalty else batch["advantages"]
-            batch["advantages"] = batch["advantages"] - of_task
-        return batch
-
-    def _task_advantages(self, like: Tensor) -> Tensor:
-        """(rows,) the leave-one-out advantages of the rewards alone, of this process."""
-        rewards = self.latest_selection.rewards  # type: ignore[attr-defined]
-        if self.reward_clip_range:  # type: ignore[attr-defined]
-            rewards = rewards.clamp(*self.reward_clip_range)  # type: ignore[attr-defined]
-        others = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
-        baselines = (rewards.nansum(dim=1, keepdim=True) - rewards) / others
-        of_task = (rewards - baselines).nan_to_num(0.0, 0.0, 0.0).flatten()
-        process = self.accelerator.process_index  # type: ignore[attr-defined]
-        own: Tensor = of_task.view(-1, len(like))[process]
-        return own.to(like)
-
-
 class AdvantagesByKeptFraction:
     """Multiplies advantages by the fraction of completions that the filter keeps, as RAGEN's code can. KL, entropy and
     value terms stay as they are, except for a KL penalty in the reward, which is a part of the advantages."""
@@ -289,15 +242,6 @@ class AdvantagesBySqrtOfKeptFraction(AdvantagesByKeptFraction):
     """The same by the square root of the fraction."""
 
     exponent = 0.5
-
-
-class LossByValue:
-    """Multiplies all of the loss, its KL, entropy and value terms included, by `snr_value`: what Section 4.1 says."""
-
-    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
-        factor: float = self.args.snr_value if self.model.training else 1.0  # type: ignore[attr-defined]
-        return loss * factor
 
 
 class PulledToTemplates:

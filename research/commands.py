@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from ragen2_trl.record.files import write_private
-from research.plan import Experiment, PaperScale, PlannedRun
+from research.plan import Experiment, LargerScale, PlannedRun
 from research.settings import VARIANT, WARM_START, Fields
 
 ROOT = Path(__file__).parents[1]  # of the checkout
@@ -16,10 +16,10 @@ CONFIG = "config.yaml"  # of a run, in its folder
 MODELS = "models"  # folder among those of runs: models that were made for them
 # In the checkout's root this finds `research`, whose selectors settings may name; the installed command does not.
 COMMAND_LINE = ["python", "-m", "ragen2_trl.cli"]
-VARIANT_LINE = ["python", "-m", "research.variants"]
 SAVES = 10  # checkpoints of a run, of which the last one is kept
-# Assumed of Qwen2.5-3B on an H100, on which nothing was run: tokens a second. research/README.md has the arithmetic.
-SAMPLED, TRAINED = 1_000, 10_000
+# Tokens a second on an H100, sampled and trained on. Of Qwen2.5-0.5B they follow from what was measured of its updates
+# and of its generation by transformers (benchmarks/results/gpu_*.md), of Qwen2.5-3B they are assumed.
+SPEEDS = {"middle": (3_000, 25_000), "paper": (1_000, 10_000)}
 # Of `ragen2-trl train`, where the estimate needs them and a run does not say.
 DEFAULTS = {"max_completion_length": 512, "per_device_train_batch_size": 8, "eval_prompts": 256, "eval_samples": 4}
 
@@ -31,7 +31,8 @@ class QueuedRun:
     planned: PlannedRun
     experiments: tuple[str, ...]
     name: str
-    launch: PaperScale | None = None
+    launch: LargerScale | None = None
+    scale: str = "tiny"
 
     @property
     def max_steps(self) -> int:
@@ -39,7 +40,7 @@ class QueuedRun:
 
     @property
     def gpu_hours(self) -> float:
-        """Estimate for its training at the paper's scale, with every episode as long as it may be."""
+        """Estimate for its training at a larger scale, with every episode as long as it may be."""
         assert self.launch is not None
         own: Fields = {**DEFAULTS, **self.planned.fields}
         rows = own["per_device_train_batch_size"] * own.get("gradient_accumulation_steps", 1) * self.launch.processes
@@ -48,7 +49,8 @@ class QueuedRun:
         played = trained * (1 + own.get("snr_dynamic_sampling_rounds", 0))
         played += evaluations * own["eval_prompts"] * own["eval_samples"]
         models = 2 if own.get("value_head") == "separate" else 1
-        return float(own["max_completion_length"] * (played / SAMPLED + models * trained / TRAINED) / 3600)
+        sampling, training = SPEEDS[self.scale]
+        return float(own["max_completion_length"] * (played / sampling + models * trained / training) / 3600)
 
 
 def queue(
@@ -87,8 +89,8 @@ def queue(
     found.sort(key=lambda entry: entry[0])  # stable: within a seed as the experiments have them
     jobs: dict[str, QueuedRun] = {}
     for _, name, source, planned in found:
-        launch = source.paper_scale if scale == "paper" else None
-        job = jobs.setdefault(planned.key, QueuedRun(planned, (), f"{source.id}: {planned.name}", launch))
+        own = QueuedRun(planned, (), f"{source.id}: {planned.name}", source.larger.get(scale), scale)
+        job = jobs.setdefault(planned.key, own)
         jobs[planned.key] = replace(job, experiments=tuple(dict.fromkeys((*job.experiments, source.id, name))))
     return list(jobs.values())
 
@@ -142,14 +144,13 @@ def write_config(folder: Path, job: QueuedRun) -> Path:
 
 def command_of(config: Path, job: QueuedRun) -> list[str]:
     """The line that trains a run."""
-    train = ["train", "--config", str(config)]
     variant = job.planned.fields.get(VARIANT)
-    if variant is not None:
-        return [*VARIANT_LINE, str(variant), *train]
+    module = ["-m", "ragen2_trl.cli"] if variant is None else ["-m", "research.variants", str(variant)]
+    train = [*module, "train", "--config", str(config)]
     if job.launch is None:
-        return [*COMMAND_LINE, *train]
+        return ["python", *train]
     launch = ["--config_file", str(job.launch.launch), "--num_processes", str(job.launch.processes)]
-    return ["accelerate", "launch", *launch, "-m", "ragen2_trl.cli", *train]
+    return ["accelerate", "launch", *launch, *train]
 
 
 def runnable(command: Sequence[str]) -> list[str]:

@@ -15,16 +15,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ragen2_trl.report.style import (
-    GREY,
     GUIDE_LINE,
-    LINE_WIDTH,
     THIN,
     drawn_in_style,
 )
 from research.drawing import (
     AXIS_LABELS,
     METRIC_LABELS,
-    MIN_SEEDS,
     POINTS,
     draw_band,
     draw_estimate,
@@ -40,7 +37,6 @@ from research.drawing import (
 from research.grid import Grid, Levels, Notes, pairs, runs_of
 from research.kinds import FRACTIONS, differences, paired_difference, unit_of
 from research.measures import COSTS, METRICS, FinishedRun, gradient_points, is_metric, statistic
-from research.statistics import mean_interval
 
 Spec = Mapping[str, Any]
 
@@ -176,41 +172,6 @@ def draw_differences(grid: Grid, spec: Spec) -> Figure:
 
 
 @drawn_in_style
-def draw_gains(grid: Grid, spec: Spec) -> Figure:
-    """What `of` gains over `against` along an axis whose levels are numbers; the mean over axes that are left free.
-
-    `statistic`, `axis`, `of`, `against`.
-    """
-    name, axis = spec["statistic"], spec["axis"]
-    levels = list(grid.experiment.axes[axis])
-    gains = {
-        level: differences(grid, {**spec, "of": {**spec["of"], axis: level}}, Notes())
-        for level in levels
-        if pairs(grid, {**spec["of"], axis: level}, spec["against"])
-    }
-    gains = {level: numbers for level, numbers in gains.items() if numbers}
-    figure, panels = make_grid_of_panels(1, 1, 2.9)
-    axes = panels[0, 0]
-    x = [float(level) for level in gains]
-    look = looks()[0]
-    for seed in grid.seeds:
-        seen = [(float(level), numbers[seed]) for level, numbers in gains.items() if seed in numbers]
-        if seen:
-            axes.plot(*zip(*seen, strict=True), color=GREY, linewidth=THIN, alpha=0.7)
-    estimates = [mean_interval(list(numbers.values())) for numbers in gains.values()]
-    for place, estimate in zip(x, estimates, strict=True):
-        if estimate.n >= MIN_SEEDS:
-            axes.plot([place] * 2, [estimate.low, estimate.high], color=look["color"], linewidth=LINE_WIDTH)
-    axes.plot(x, [estimate.value for estimate in estimates], **look)
-    axes.axhline(0, **GUIDE_LINE)
-    axes.set_xticks(x, list(gains))
-    axes.set_xlabel(spec.get("label", axis))
-    axes.set_ylabel(f"gain in {METRIC_LABELS.get(name.partition('/')[0], name)}\n(points)")
-    axes.yaxis.set_major_formatter(in_points)
-    return figure
-
-
-@drawn_in_style
 def draw_scatter(grid: Grid, spec: Spec) -> Figure:
     """One statistic against others, a dot a run; with `of` and `against`, the paired gain against what the run it is
     compared with says.
@@ -306,7 +267,6 @@ FIGURES: dict[str, tuple[Draw, tuple[str, ...], tuple[str, ...]]] = {
     "curves": (draw_curves, ("metrics", "lines"), ("x", "columns", "where", "log")),
     "levels": (draw_levels, ("statistic", "rows"), ("marks", "columns", "where", "label")),
     "differences": (draw_differences, (), ()),
-    "gains": (draw_gains, ("statistic", "axis", "of", "against"), ("label",)),
     "scatter": (draw_scatter, ("x", "y"), ("marks", "of", "against", "log")),
     "gradients": (draw_gradients, ("parts", "rows"), ()),
 }

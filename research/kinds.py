@@ -28,6 +28,7 @@ FRACTIONS = (
     "kept",
     "zero_variance",
     "update_compute",
+    "clipped",
     "random_baseline",
 )
 

@@ -40,6 +40,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "kept": ("snr/kept_fraction",),
     "zero_variance": ("snr/zero_variance_fraction", "frac_reward_zero_std"),
     "update_compute": ("snr/update_compute_fraction",),
+    "clipped": ("grad_norm",),  # whether a step's gradient was above `max_grad_norm`
     "reward_std_spread": ("snr/reward_std_spread",),  # Table 8's std/mean
     "seconds": ("cost/seconds",),
     "cpu_seconds": ("cost/cpu_seconds",),
@@ -48,7 +49,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "update_flops": ("cost/update_flops",),
 }
 COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
-OF_CURVES = ("first", "last", "last_fifth", "area", "peak", "mean", "change")
+OF_CURVES = ("first", "last", "last_fifth", "area", "peak", "mean", "median", "change")
 OF_PAIRS = "at_equal/"
 OF_GRADIENTS = "gradient/"
 PARTS = ("task", "kl", "entropy", "regularisers")
@@ -101,6 +102,12 @@ class FinishedRun:
         return str(_where(self).get("processor", ""))
 
     @property
+    def max_grad_norm(self) -> float:
+        """Gradient norm above which steps were clipped: 1 where the settings do not say, infinite where none was."""
+        limit = float(json.loads(self.record["fields"]).get("max_grad_norm", 1.0))
+        return limit if limit > 0 else math.inf
+
+    @property
     def ended_early(self) -> bool:
         return self.done < self.planned_steps
 
@@ -117,7 +124,10 @@ class FinishedRun:
         """Of a short name or a log key, up to the planned steps; None where the run has no such metric."""
         for pattern in METRICS.get(metric, (re.escape(metric),)):
             if found := sorted(key for key in self.curves if re.fullmatch(pattern, key)):
-                return self._whole(self._mean([self.curves[key] for key in found]))
+                curve = self._whole(self._mean([self.curves[key] for key in found]))
+                if metric == "clipped":
+                    return MetricCurve(curve.steps, (curve.values > self.max_grad_norm).astype(float))
+                return curve
         return None
 
     def _mean(self, curves: Sequence[MetricCurve]) -> MetricCurve:
@@ -194,6 +204,8 @@ def of_curve(curve: MetricCurve, what: str) -> float:
         return float(trapezoid(values, steps) / span) if span > 0 else float(values[-1])
     if what == "change":
         return of_curve(curve, "last_fifth") - float(values[0])
+    if what == "median":
+        return float(np.median(values))
     return float({"first": values[0], "last": values[-1], "peak": values.max(), "mean": values.mean()}[what])
 
 
@@ -255,7 +267,7 @@ class GradientPoints:
 
 
 def gradient_points(run: FinishedRun, part: str) -> list[GradientPoints]:
-    """What `GradientSNRCallback` logged of a part of the loss; `regularisers` are those there are, norms summed as in
+    """What `MeasuresGradients` logged of a part of the loss; `regularisers` are those there are, norms summed as in
     the paper."""
     parts = ("kl", "entropy") if part == "regularisers" else (part,)
     buckets = sorted(int(match[1]) for key in run.curves if (match := _BUCKET.fullmatch(key)))

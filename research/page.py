@@ -1,4 +1,4 @@
-"""The pages of `results/`: what became of the claims on one screen, a page a claim, and how to read them.
+"""The pages of `results/`: eight claims on one screen, all of them, the paper's figures, a page a claim, how to read.
 
 They are written from the store alone, by `python -m research analyse research/experiments/*.yaml`.
 """
@@ -36,10 +36,14 @@ from research.grid import Grid, gathered, of_one_machine
 from research.kinds import Check, unit_of
 from research.measures import Finished, FinishedRun, read_finished, statistic, versions
 from research.plan import Experiment
+from research.settings import UNSET, read_yaml
 from research.statistics import mean_interval
 from research.store import Store
 
-PAGE, METHOD, CLAIM = "README.md", "method.md", "claim.md"  # each with its template
+PAGE, ALL, METHOD, MAP, CLAIM = "README.md", "all.md", "method.md", "paper.md", "claim.md"  # each with its template
+CHOSEN = Path(__file__).with_name(
+    "paper.yaml"
+)  # what stands on the first page, and the figures and tables of the paper
 # Of each setting: what the table of a claim shows; peak is what the paper reports.
 COLUMNS = {
     "random baseline": "random_baseline/first",
@@ -54,6 +58,7 @@ COLUMNS = {
     "retrieval before": "retrieval/first",
     "retrieval, last fifth": "retrieval/last_fifth",
 }
+OF_ARMS = {"median gradient norm": "grad_norm/median", "clipped steps": "clipped/mean"}  # on other groups
 MEANINGS = {  # in the order of the claims on the first page
     SUPPORTED: "The primary check is significant as expected.",
     OPPOSITE: "The primary check is significant the other way.",
@@ -71,6 +76,7 @@ RUN_COLUMNS = {
 }
 MAX_SETTINGS = 60  # rows of a table; a sweep of more is what its figure shows
 MAX_RUNS = 20  # of the table of runs
+MAX_FIRST = 8  # of the first page
 
 
 @dataclass(frozen=True)
@@ -101,16 +107,17 @@ class Claim:
         return "; ".join(f"{one.name}: {one.shown}" for one in self.results[: 1 if self.experiment.page else None])
 
     @property
+    def conditions(self) -> str:
+        """Under which arms that train on different groups were compared; empty for other claims."""
+        return conditions(self.experiment)
+
+    @property
     def has_run(self) -> bool:
         return self.verdict != NOT_RUN
 
     @property
     def decides(self) -> bool:
         return self.has_run and not self.verdict.startswith(NO_VERDICT)
-
-    @property
-    def anchor(self) -> str:
-        return self.experiment.id
 
     @property
     def rank(self) -> int:
@@ -149,24 +156,35 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         keep_trailing_newline=True,
         autoescape=False,
     )
+    chosen = read_yaml(CHOSEN)
+    by_id = {claim.experiment.id: claim for claim in claims}
+    first = [by_id[name] for name in chosen["first_page"] if name in by_id]
+    if len(first) < len(chosen["first_page"]):  # of a part of the claims, the first ones
+        first = sorted(claims, key=lambda claim: claim.rank)[:MAX_FIRST]
+    items = [{**one, "claims": [by_id.get(name) for name in one.get("experiments", [])]} for one in chosen["items"]]
+    has_map = all(claim is not None for one in items for claim in one["claims"])
     templates.globals.update(escaped=_escaped, expected=_expected, told=FINDINGS, digits=_digits, power=_power)
     done = finished.runs(planned_runs)
     said = {
         "claims": claims,
+        "first": first,
+        "items": items,
+        "has_map": has_map,
         "number_of_checks": sum(len(claim.results) for claim in claims),
         "done": len(done),
         "wall_time": _duration(_wall_seconds(list(done.values()))),
         "number_planned": len({planned.key for planned in planned_runs}),
         "quick": quick,
+        "root": relpath(ROOT, folder.resolve()),
         "docs": relpath(ROOT / "research" / "README.md", folder.resolve()),
     }
-    for page in (PAGE, METHOD):
+    for page in (PAGE, ALL, METHOD, *([MAP] if has_map else [])):
         write_text(folder / page, templates.get_template(f"{page}.jinja").render(said))
     for claim in claims:
         if not claim.experiment.page:
             continue
         tables = {
-            "Every setting": _without_empty(["setting", "seeds", *COLUMNS], claim.rows),
+            "Every setting": _without_empty(["setting", "seeds", *_columns(claim.experiment)], claim.rows),
             "Every run": _without_empty(["setting", "seed", *RUN_COLUMNS, "health"], claim.run_rows),
         }
         write_text(folder / claim.page, templates.get_template(f"{CLAIM}.jinja").render(claim=claim, tables=tables))
@@ -230,13 +248,33 @@ def _draw_all(grid: Grid, folder: Path) -> list[tuple[str, str]]:
     return images
 
 
+def _columns(experiment: Experiment) -> dict[str, str]:
+    return {**COLUMNS, **(OF_ARMS if conditions(experiment) else {})}
+
+
+def conditions(experiment: Experiment) -> str:
+    """Under which the arms of an experiment were compared, if they differ in the groups that they train on."""
+    settings = [
+        own for one in experiment.others or (experiment,) for axis in one.axes.values() for own in axis.values()
+    ]
+    names = {name for own in settings for name in (*own, *own.get(UNSET, []))}
+    if not any(name.startswith("snr_") for name in names):
+        return ""
+    same = [
+        what
+        for name, what in (("learning_rate", "learning rate"), ("max_grad_norm", "gradient clip"))
+        if name not in names
+    ]
+    return f"at the same {' and '.join(same)}" if same else "each at its own learning rate and gradient clip"
+
+
 def _rows(grid: Grid) -> list[list[str]]:
     """Of each setting that has run: its statistics with their intervals over seeds."""
     rows = []
     for levels in grid.settings:
         runs = [run for seed in grid.seeds if (run := grid.run(levels, seed)) is not None]
         if runs:
-            numbers = (over_seeds(runs, name) for name in COLUMNS.values())
+            numbers = (over_seeds(runs, name) for name in _columns(grid.experiment).values())
             rows.append([", ".join(levels.values()) or "all", str(len(runs)), *numbers])
     return rows[:MAX_SETTINGS]
 
@@ -267,7 +305,7 @@ def over_seeds(runs: Sequence[FinishedRun], name: str) -> str:
     if math.isnan(found.value):
         return ""
     if unit_of(name) != "points":
-        return f"{found.value:,.0f}" if found.value < 1e6 else f"{found.value:.3g}"
+        return f"{found.value:,.0f}" if 10 <= found.value < 1e6 else f"{found.value:.{3 if found.value > 10 else 2}g}"
     percent = f"{100 * found.value:.1f} %"
     if found.n < MIN_SEEDS or found.low == found.high:
         return percent

@@ -27,7 +27,8 @@ from research.settings import (
     with_warm_start,
 )
 
-SCALES = ("tiny", "paper")
+SCALES = ("tiny", "middle", "paper")
+LARGER = ("middle_scale", "paper_scale")  # of a file
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class PaperScale:
-    """How the same grid runs at the paper's size.
+class LargerScale:
+    """How the same grid runs on GPUs: at the paper's size, or with a model of 0.5B on one GPU.
 
     Args:
         base: Files of settings in place of the experiment's.
@@ -72,6 +73,7 @@ class PaperScale:
         processes: For `--num_processes`.
         fields: Settings on top of those files.
         skip: Combinations of levels that are left out at that size, beside the experiment's.
+        seeds: How many seeds, the first ones; by default all.
     """
 
     base: tuple[Path, ...]
@@ -79,6 +81,7 @@ class PaperScale:
     processes: int
     fields: Fields = field(default_factory=dict)
     skip: tuple[dict[str, str], ...] = ()
+    seeds: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Experiment:
         retired: Combinations of levels with settings that no longer exist. Their stored runs are analysed; none is
             trained.
         quick: Settings on top of all others for a quick look, with the first seed alone.
-        paper_scale: The same at full size.
+        larger: The same on GPUs, by scale: `middle_scale` and `paper_scale` of the file.
         figures: What shows the claim, as `research.figures` reads it.
         note: What else a reader of the results must know.
         flaw: Why its runs cannot decide the claim, if they cannot; there is no verdict then.
@@ -125,7 +128,7 @@ class Experiment:
     skip: tuple[dict[str, str], ...] = ()
     retired: tuple[dict[str, str], ...] = ()
     quick: Fields = field(default_factory=dict)
-    paper_scale: PaperScale | None = None
+    larger: Mapping[str, LargerScale] = field(default_factory=dict)
     figures: tuple[Mapping[str, Any], ...] = ()
     note: str = ""
     flaw: str = ""
@@ -140,7 +143,8 @@ class Experiment:
         Raises:
             ValueError: If the experiment has no such scale.
         """
-        check_scale(scale)
+        if scale not in SCALES:
+            raise ValueError(f"scale={scale!r} is not supported; allowed values: {', '.join(SCALES)}.")
         if self.others:
             return {}
         files = self.level_files.get(scale, {})
@@ -148,9 +152,9 @@ class Experiment:
         further = [read_fields(one) for axis, level in last_first for one in files.get(axis, {}).get(level, ())]
         if scale == "tiny":
             return merged([*map(read_fields, self.base), *further, self.fields])
-        if self.paper_scale is None:
-            raise ValueError(f"{self.path}: scale='paper' needs paper_scale, which the file does not have.")
-        return merged([*map(read_fields, self.paper_scale.base), *further, self.paper_scale.fields])
+        if scale not in self.larger:
+            raise ValueError(f"{self.path}: scale={scale!r} needs {scale}_scale, which the file does not have.")
+        return merged([*map(read_fields, self.larger[scale].base), *further, self.larger[scale].fields])
 
     def planned_runs(self, quick: bool = False, scale: str = "tiny") -> list[PlannedRun]:
         """All of them, seed by seed; within one the first axis changes fastest, so that what is compared runs side by
@@ -163,11 +167,12 @@ class Experiment:
             dict(reversed(list(zip(reversed(self.axes), levels, strict=True))))
             for levels in product(*reversed(self.axes.values()))
         ]
-        skip = (*self.skip, *(self.paper_scale.skip if scale == "paper" and self.paper_scale else ()))
-        if quick or scale == "paper" or self.overrides:
+        larger = self.larger.get(scale)
+        skip = (*self.skip, *(larger.skip if larger else ()))
+        if quick or scale != "tiny" or self.overrides:
             skip += self.retired  # no such run is stored
         grid = [levels for levels in grid if not _is_among(levels, skip)]
-        seeds = self.seeds[:1] if quick else self.seeds
+        seeds = self.seeds[: 1 if quick else larger.seeds if larger else None]
         last = [self.quick if quick else {}, self.overrides]
         settings = []
         for levels in grid:
@@ -204,8 +209,9 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
         OSError: If it, or a file that it names, cannot be read.
     """
     read = _check_mapping(read_yaml(path), path, "")
-    allowed = {one.name for one in fields(Experiment)} - {"path", "overrides", "others", "level_files"} | {"runs_of"}
-    own = ("axes", "base", "fields", "paper_scale", "quick", "retired", "seeds", "skip") if "runs_of" in read else ()
+    allowed = {one.name for one in fields(Experiment)} - {"path", "overrides", "others", "level_files", "larger"}
+    allowed |= {"runs_of", *LARGER}
+    own = ("axes", "base", "fields", *LARGER, "quick", "retired", "seeds", "skip") if "runs_of" in read else ()
     _check_names(read, allowed - set(own), path, "")
     required = ("id", "claim", "source", "seeds", "checks", "settings_fixed")
     _check_required(read, [name for name in required if name not in own], path, "")
@@ -226,12 +232,13 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
             _level(level, path, f"axes.{axis}"): dict(_check_mapping(own, path, f"axes.{axis}.{level}"))
             for level, own in _check_mapping(levels, path, f"axes.{axis}").items()
         }
-        for scale, name in zip(SCALES, ("base", "paper_base"), strict=True):
+        for scale, name in (("tiny", "base"), ("paper", "paper_base")):
             files[scale][str(axis)] = {
                 level: _files(own.pop(name), path, f"axes.{axis}.{level}.{name}")
                 for level, own in named.items()
                 if name in own
             }
+        files["middle"] = files["paper"]
         axes[str(axis)] = {level: _fields(own, path, f"axes.{axis}.{level}") for level, own in named.items()}
     known = dict(axes)
     for axis, levels in (item for one in others for item in one.axes.items()):  # checks name what all of them have
@@ -259,7 +266,7 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
         skip=_combinations(read, axes, path, "skip"),
         retired=_combinations(read, axes, path, "retired"),
         quick=_fields(read.get("quick", {}), path, "quick"),
-        paper_scale=others[0].paper_scale if others else _paper_scale(read.get("paper_scale"), axes, path),
+        larger=others[0].larger if others else _larger_scales(read, axes, path),
         figures=tuple(gridded("figures")),
         note=read.get("note", ""),
         flaw=read.get("flaw", ""),
@@ -294,12 +301,6 @@ def question(check: Mapping[str, Any]) -> str:
     return json_text(as_stored({name: value for name, value in check.items() if name not in of_its_rank}))
 
 
-def check_scale(scale: str) -> None:
-    """Raise a `ValueError` if there is no such scale."""
-    if scale not in SCALES:
-        raise ValueError(f"scale={scale!r} is not supported; allowed values: {', '.join(SCALES)}.")
-
-
 def _fields(value: Any, path: Path, where: str) -> Fields:
     """Settings of an experiment's own."""
     own = dict(_check_mapping(value, path, where))
@@ -308,9 +309,7 @@ def _fields(value: Any, path: Path, where: str) -> Fields:
             f"{path}: {where}.{taken[0]} is set by the runner; allowed: arguments of `ragen2-trl train` "
             f"other than {', '.join(sorted(OF_THE_RUNNER))}."
         )
-    for name in ("env_args",):
-        if name in own:
-            _check_mapping(own[name], path, f"{where}.{name}")
+    _check_mapping(own.get("env_args", {}), path, f"{where}.env_args")
     check_unset(own, f"{path}: {where}.")
     return with_warm_start(own, path)
 
@@ -325,22 +324,29 @@ def _is_among(levels: Mapping[str, str], combinations: Iterable[Mapping[str, str
     return any(one.items() <= levels.items() for one in combinations)
 
 
-def _paper_scale(value: Any, axes: dict[str, dict[str, Fields]], path: Path) -> PaperScale | None:
-    if value is None:
-        return None
-    read = _check_mapping(value, path, "paper_scale")
-    _check_names(read, {one.name for one in fields(PaperScale)}, path, "paper_scale.")
-    _check_required(read, ("base", "launch", "processes"), path, "paper_scale.")
-    if type(read["processes"]) is not int or read["processes"] <= 0:
-        raise ValueError(f"{path}: paper_scale.processes must be a whole number above 0, got {read['processes']!r}")
-    (launch,) = _files([read["launch"]], path, "paper_scale.launch")
-    return PaperScale(
-        base=_files(read["base"], path, "paper_scale.base"),
-        launch=launch,
-        processes=read["processes"],
-        fields=_fields(read.get("fields", {}), path, "paper_scale.fields"),
-        skip=_combinations(read, axes, path, "paper_scale.skip"),
-    )
+def _larger_scales(
+    experiment: Mapping[str, Any], axes: dict[str, dict[str, Fields]], path: Path
+) -> dict[str, LargerScale]:
+    found = {}
+    for name in LARGER:
+        if experiment.get(name) is None:
+            continue
+        read = _check_mapping(experiment[name], path, name)
+        _check_names(read, {one.name for one in fields(LargerScale)}, path, f"{name}.")
+        _check_required(read, ("base", "launch", "processes"), path, f"{name}.")
+        for number in ("processes", *(["seeds"] if "seeds" in read else [])):
+            if type(read[number]) is not int or read[number] <= 0:
+                raise ValueError(f"{path}: {name}.{number} must be a whole number above 0, got {read[number]!r}")
+        (launch,) = _files([read["launch"]], path, f"{name}.launch")
+        found[name.removesuffix("_scale")] = LargerScale(
+            base=_files(read["base"], path, f"{name}.base"),
+            launch=launch,
+            processes=read["processes"],
+            fields=_fields(read.get("fields", {}), path, f"{name}.fields"),
+            skip=_combinations(read, axes, path, f"{name}.skip"),
+            seeds=read.get("seeds"),
+        )
+    return found
 
 
 def _others(read: Mapping[str, Any], path: Path, above: tuple[Path, ...]) -> list[Path]:

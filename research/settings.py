@@ -15,7 +15,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast whe
 
 UNSET = "unset"  # among settings: names, or patterns such as snr_*, that earlier ones have and these do not
 WARM_START = "warm_start"  # among settings: what `ragen2-trl warm-start` makes the model with, or a file of that
-VARIANT = "variant"  # among settings: a class of `research.ablations`, see `research.variants`
+VARIANT = "variant"  # among settings: a class that `research.variants` mixes in
 # What says where a run lives and what it writes, and nothing of its numbers: the runner's, and no part of a key.
 OF_THE_RUNNER = frozenset(
     {
@@ -41,6 +41,7 @@ EVERY_GROUP: Fields = {"snr_strategy": "top_p", "snr_value": 1.0, "snr_include_z
 HALF: Fields = {"snr_strategy": "top_k", "snr_value": 0.5, "snr_include_zero": True}
 # Setting -> value -> the settings in its place in the store.
 STORED_VALUES: dict[str, dict[str, Fields]] = {
+    "variant": {"MeasuresGradients": {"gradients_every": 80, "gradients_entropy_coef": 0.001}},
     "snr_strategy": {"all": EVERY_GROUP, "nonzero": {"snr_strategy": "none"}},
     "snr_selector": {
         "research.ablations:first_quarter": {"snr_quartile": 1},

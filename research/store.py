@@ -116,8 +116,8 @@ class Store:
         if history is None:
             raise ValueError(f"{run_folder} has no {HISTORY_FILE} that can be read.")
         rows = tidy_rows(history)
-        found = {name: _last(rows, f"cost/{name}") for name in COSTS}
-        costs = {name: value for name, value in found.items() if value is not None}
+        latest = {metric: value for _, metric, value in rows}
+        costs = {name: latest[f"cost/{name}"] for name in COSTS if f"cost/{name}" in latest}
         if missing := [name for name in COSTS if name not in costs]:
             raise ValueError(f"{run_folder / HISTORY_FILE} has no cost/{missing[0]}.")
         whole = {name: int(costs[name]) for name in ("sampled_tokens", "update_tokens")}
@@ -400,8 +400,3 @@ def _difference(then: Any, now: Any, where: str = "") -> tuple[str, str, str] | 
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _last(rows: Sequence[tuple[int, str, float]], metric: str) -> float | None:
-    values = [value for _, name, value in rows if name == metric]
-    return values[-1] if values else None

@@ -1,8 +1,8 @@
-"""`ragen2-trl` with a class of `research.ablations` mixed in before the filtered trainers.
+"""`ragen2-trl` with a class of `research` mixed in before the filtered trainers.
 
     python -m research.variants SkipsZeroGradients train --config config.yaml
 
-Among an experiment's settings the class is named by `variant`.
+Among an experiment's settings `variant` names the class, which is in `research.ablations` or `research.gradients`.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import cast
 
 from ragen2_trl import cli
 from ragen2_trl.cli import train
-from research import ablations
+from research import ablations, gradients
 
 
 def main(args: Sequence[str]) -> None:
@@ -21,7 +21,7 @@ def main(args: Sequence[str]) -> None:
         args: name of the class, and the arguments of `ragen2-trl`.
     """
     variant, *command = args
-    mixin: type = getattr(ablations, variant)
+    mixin: type = getattr(gradients if hasattr(gradients, variant) else ablations, variant)
     for name, (trainer, config) in train.ALGORITHMS.items():
         train.ALGORITHMS[name] = cast("type[train.Trainer]", type(trainer.__name__, (mixin, trainer), {})), config
     cli.main(command)

@@ -23,13 +23,11 @@ PAGES = {path.relative_to(DOCS).as_posix(): path for path in sorted(DOCS.rglob("
 PAGES |= {f"../{name}.md": ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "research/README")}
 AS_PRINTED = "your_own_environment.md"
 ON_THE_HUB = "reporting.md"
-SERVED = "environments/openenv.md"
 
 # What a block names -> what the test has instead.
 REPLACED = {
     '"Qwen/Qwen2.5-0.5B-Instruct"': f'"{TINY_MODEL_PATH}"',
     '"Qwen/Qwen3-0.6B"': '"tool_model"',  # tiny, with a chat template that knows tools
-    '"http://127.0.0.1:8000"': '"{server}"',
 }
 # Settings of every trainer, whatever a block says.
 SMALL = {
@@ -87,12 +85,12 @@ def commands(page: str) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-def run_page(page: str, server: str = "") -> dict:
+def run_page(page: str) -> dict:
     """Run the Python of a page with what it replaces; gives its names."""
     names: dict = {"__name__": "page"}
     for number, script in enumerate(scripts(page), 1):
         for said, meant in REPLACED.items() if page != AS_PRINTED else ():
-            script = script.replace(said, meant.format(server=server))
+            script = script.replace(said, meant)
         before = names.get("trainer")
         exec(compile(script, f"{page}, block {number}", "exec"), names)
         trainer = names.get("trainer")

@@ -13,7 +13,6 @@ from ragen2_trl import (
     CostCallback,
     EnvironmentEvalCallback,
     EpisodeCallback,
-    GradientSNRCallback,
     MutualInformationCallback,
     TrainingHealthCallback,
 )
@@ -132,8 +131,6 @@ def test_conversations_of_several_rows_are_told_as_turns():
 
 def test_a_callback_that_needs_trls_own_batches_is_refused_by_its_name(policy_path, tmp_path):
     trainer = make_async(policy_path, tmp_path, Server(), max_steps=1)
-    with pytest.raises(TypeError, match=r"GradientSNRCallback.*SNRFilteredAsyncGRPOTrainer"):
-        GradientSNRCallback(trainer)
     with pytest.raises(TypeError, match=r"EnvironmentEvalCallback.*SNRFilteredAsyncGRPOTrainer"):
         EnvironmentEvalCallback(make_env("frozen_lake"), trainer)
     with pytest.raises(TypeError, match=r"EpisodeCallback.*SNRFilteredAsyncGRPOTrainer"):

@@ -11,8 +11,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
-import time
 from contextlib import redirect_stdout
 from html import unescape
 from itertools import pairwise
@@ -20,14 +18,12 @@ from pathlib import Path
 
 import core_only
 import pytest
-from conftest import need
 from core_only import named_extras
 from fake_hub import hub_fixture as hub_fixture
 from markdown_it import MarkdownIt
-from pages import DOCS, ON_THE_HUB, PAGES, SERVED, make_small, make_tool_model, run_page, scripts
+from pages import DOCS, ON_THE_HUB, PAGES, make_small, run_page, scripts
 
 from ragen2_trl import cli
-from ragen2_trl.envs import make_env
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +36,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-ALONE = [page for page in PAGES if scripts(page) and page not in (ON_THE_HUB, SERVED)]
+ALONE = [page for page in PAGES if scripts(page) and page != ON_THE_HUB]
 SANDBOXED = "environments/deepcoder.md"
 EXTRAS = [page for page in ALONE if named_extras([PAGES[page]])]
 
@@ -69,26 +65,6 @@ def test_what_no_core_dependency_brings_cannot_be_imported_there():
     folder = Path(core_only.__file__).parent
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
     assert "import of hypothesis halted" in done.stderr
-
-
-def test_the_guide_to_a_server_runs(small):
-    need("openenv")
-    make_tool_model()
-    from ragen2_trl.openenv.server import make_server
-
-    server = make_server(make_env("frozen_lake", multi_turn=True, protocol="tools"), port=0, num_tasks=1000)
-    socket = server.config.bind_socket()
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    try:
-        names = run_page(SERVED, server=f"http://127.0.0.1:{socket.getsockname()[1]}")
-    finally:
-        server.should_exit = True
-        thread.join(10)
-    assert any("env/frozen_lake/success" in row for row in names["trainer"].state.log_history)
 
 
 def test_what_python_blocks_print_is_what_they_say_they_print(small):

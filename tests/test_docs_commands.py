@@ -83,15 +83,9 @@ def check_command(words: list[str]) -> None:
 
             with pytest.raises(Parsed):
                 make_parser().parse_args(args[2:])
-        elif args[1].startswith("research.benchmarks."):
-            assert (ROOT / args[1].replace(".", "/")).with_suffix(".py").exists(), args[1]
         else:
-            need("openenv")
-            from ragen2_trl.openenv.__main__ import main
-
-            assert args[1] == "ragen2_trl.openenv", args[1]
-            with pytest.raises(Parsed):
-                main(args[2:])
+            assert args[1].startswith("research.benchmarks."), args[1]
+            assert (ROOT / args[1].replace(".", "/")).with_suffix(".py").exists(), args[1]
     elif program == ".venv/bin/python" and args[:2] == ["-m", "pytest"]:
         file, of, words_of_names = args[2:]
         assert of == "-k" and re.search(rf"^def test_\w*{words_of_names}", (ROOT / file).read_text(), re.MULTILINE)

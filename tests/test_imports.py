@@ -41,7 +41,6 @@ MAY_KNOW = {
     "sampling": CORE - {"instrument"},
     "trainers": CORE - {"instrument"},
     "envs": {"columns", "names", "messages", "failures"},
-    "openenv": {"envs", "columns"},
     "tiny": {"envs"},
     "rollouts": {"envs", "columns", "messages", "rollout_events", "instrument"},
     "record": {*CORE - {"trainers", "sampling"}, "envs", "rollouts"},
@@ -63,10 +62,8 @@ STRANGERS = {
     "sampling": HEAVY,
     "rollouts": {"trl"},
     "tiny": {"trl"},
-    "openenv": {"trl"},
     "envs": {"trl", "torch", "transformers"},
 }
-ENTRY_POINTS = {"ragen2_trl.openenv.__main__"}  # `python -m`, which stand as high as scripts
 
 
 def module_name(path: Path) -> str:
@@ -111,8 +108,6 @@ IMPORTS = {name: sorted(set(imports(name, tree))) for name, tree in SOURCES.item
 
 
 def room(module: str) -> str:
-    if module in ENTRY_POINTS:
-        return "scripts"
     first, *rest = module.split(".")
     return rest[0] if first == "ragen2_trl" and rest else first
 

@@ -11,7 +11,6 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from ragen2_trl import (
-    GradientSNRCallback,
     MutualInformationCallback,
     SNRFilteredGRPOTrainer,
 )
@@ -112,19 +111,6 @@ def test_the_callback_that_was_added_last_is_the_one_that_measures(make, monkeyp
     trainer.train()
     assert set(seen) == {3}
     assert [row["step"] for row in rows_of(trainer)] == [3]
-
-
-def test_of_two_callbacks_that_take_gradients_the_one_that_was_added_last_does(make, monkeypatch):
-    trainer, seen = make(GRPOTrainer, max_steps=2), []
-    for every in (1, 2):
-        callback = GradientSNRCallback(trainer, every=every, num_buckets=2)
-        measure = callback.measure
-        monkeypatch.setattr(
-            callback, "measure", lambda *args, every=every, measure=measure: (seen.append(every), measure(*args))[1]
-        )
-        trainer.add_callback(callback)
-    trainer.train()
-    assert seen == [2, 2]  # the first optimizer step is always measured
 
 
 def test_a_callback_whose_place_was_taken_saves_no_completions(make):

@@ -50,7 +50,7 @@ def test_commands_and_extras_that_messages_name_exist():
     named = {name for text in texts() for name in NAMED.findall(text)}
     assert {"evaluate", "report", "check-sandbox", "check-trl"} <= named <= set(COMMANDS)
     extras = {name for text in texts() for name in EXTRA.findall(text)}
-    assert {"smollm2", "openenv"} <= extras <= set(metadata("ragen2-trl").get_all("Provides-Extra"))
+    assert {"smollm2"} <= extras <= set(metadata("ragen2-trl").get_all("Provides-Extra"))
 
 
 def offered(text):

@@ -1,266 +1,115 @@
-"""A task on an OpenEnv server over loopback: the same game as here, for one player or many."""
+"""The two scripts of examples/openenv: a remote episode is the one here, and training runs against the server."""
 
-import json
+import os
 import random
+import socket
+import subprocess
+import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 from conftest import need
 
 need("openenv")
 
-import uvicorn
-from servers import LAKE, NUM_TASKS, free_port, local_play, turns
-from servers import run_server_fixture as run_server_fixture
-from servers import session_fixture as session_fixture
-from servers import text_server_fixture as text_server_fixture
-from servers import tools_server_fixture as tools_server_fixture
+from ragen2_trl.envs import make_env
 
-from ragen2_trl.cli.evaluate import evaluate_scripted
-from ragen2_trl.envs import format_response, make_env
-from ragen2_trl.openenv import Served, make_server
-from ragen2_trl.openenv.__main__ import main
-
-# The same game
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples" / "openenv"
+NUM_TASKS = 20
 
 
-@pytest.mark.parametrize("player", ["oracle", "random"])
-def test_turns_on_the_server_are_those_of_a_play_here(player, tools_server):
-    rng, served, successes = random.Random(player), Served(tools_server.url), 0
-    for split in ("train", "test"):
-        for row in served.dataset(NUM_TASKS, split=split):
-            remote, local = served.play(row, random.Random(5)), local_play(tools_server, row, random.Random(5))
-            while not local.done:
-                assert remote.episode.observation() == local.episode.observation()
-                actions = turns((remote, local), player, rng)
-                assert remote.take(actions) == local.take(actions)
-                assert (remote.outcome, remote.done) == (local.outcome, local.done)
-            assert remote.done
-            successes += local.outcome.success
-    assert successes > (20 if player == "oracle" else 0)
+def script(name):
+    spec = spec_from_file_location(f"openenv_{name}", FOLDER / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_the_tool_environment_is_the_one_of_the_task(tools_server, run_server):
-    here = make_env("frozen_lake", multi_turn=True, protocol="tools")  # without slips, whose noise is drawn elsewhere
-    served = Served(run_server(here).url)
-    remote, local = served.environment_factory(), here.environment_factory()
-    rows, rng = here.dataset(NUM_TASKS), random.Random(3)
-    for row in served.dataset(NUM_TASKS):
-        assert row["prompt"] == rows[row["seed"]]["prompt"]
-        assert remote.reset(**row) == local.reset(**rows[row["seed"]])
-        for _ in range(7):  # beyond the end
-            steps = rng.choices(["Left", "Down", "right", "Up", "Fly"], k=2)
-            assert remote.move(steps) == local.move(steps)
-            assert remote.get_reward() == local.get_reward()
-    assert remote.move.__doc__ == local.move.__doc__
-    assert type(remote) is type(local)
+@pytest.fixture(scope="module")
+def client():
+    return script("client")
 
 
-def test_the_text_protocol_is_the_one_of_the_task(text_server):
-    here, served, rng = text_server.env, Served(text_server.url), random.Random(4)
-    for row in served.dataset(NUM_TASKS):
-        task = text_server.rows["train"][row["seed"]]
-        assert row["prompt"] == task["prompt"]
-        remote, local = served.play(row, random.Random(0)), here.play(task, random.Random(0))
-        while not local.done:
-            text = format_response("So.", rng.choices(["Left", "Down", "Right", "Up", "Fly"], [5, 5, 5, 5, 1], k=2))
-            text = rng.choice([text] * 9 + ["Right"])
-            assert remote.respond(text) == local.respond(text)
-        assert remote.outcome == local.outcome
+@pytest.fixture(scope="module")
+def serve():
+    """`serve(task)`: the URL of a server in a thread, and what stops it."""
+    make_server, started = script("server").make_server, []
 
-
-def test_measures_bounds_and_limits_of_a_task_travel(run_server):
-    env = make_env("search_qa", multi_turn=True, max_turn_tokens=50)
-    server = run_server(env)
-    served = Served(server.url)
-    assert (served.max_turn_tokens, served.returns) == (50, env.returns)
-    assert served.reward_funcs[0].bounds == env.reward_funcs[0].bounds == (0.0, 1.0)
-    play = served.play(served.dataset(1)[0], random.Random(0))
-    play.respond(format_response("So.", ["finish[No idea]"]))
-    assert play.outcome.measures == {"exact_match": 0.0, "f1_success": 0.0}
-
-
-def test_rewards_of_turns_add_up_to_the_return(session):
-    rng = random.Random(2)
-    for seed in range(NUM_TASKS):
-        result, rewards = session.reset(seed=seed), []
-        assert (result.reward, result.done) == (None, False)
-        while not result.done:
-            result = session.step({"actions": rng.choices(["Down", "Right", "Fly"], k=2)})
-            rewards.append(result.reward)
-        assert sum(rewards) == pytest.approx(result.observation["episode_return"])
-        assert session.step({"actions": ["Down"]}).reward == 0  # after the end
-
-
-def test_equal_seeds_and_episode_ids_give_equal_episodes_and_other_ids_other_chances(session):
-    def walk(seed, episode_id):
-        seen = [session.reset(seed=seed, episode_id=episode_id).observation["text"]]
-        return seen + [session.step({"actions": ["Left", "Up"]}).observation for _ in range(3)]
-
-    first, again, other = ([walk(seed, name) for seed in range(NUM_TASKS)] for name in "aab")
-    assert first == again != other
-    assert [seen[0] for seen in first] == [seen[0] for seen in other]
-
-
-def test_answers_stay_on_the_server(tools_server, session):
-    grid = tools_server.rows["train"][3]["grid"]
-    seen = [session.reset(seed=3), session.step({"actions": ["Up"]}), session.state()]
-    assert "grid" not in Served(tools_server.url).dataset(5).column_names
-    assert json.dumps(grid) not in json.dumps([str(part) for part in seen])
-
-
-def test_pictures_travel(run_server):
-    here = make_env("frozen_lake", multi_turn=True, protocol="tools", observation="image")
-    served = Served(run_server(here, splits=("train",)).url)
-    remote, local, rows = served.environment_factory(), here.environment_factory(), here.dataset(NUM_TASKS)
-    for row in served.dataset(3):
-        seen = [remote.reset(**row), remote.move(["Up"])], [local.reset(**rows[row["seed"]]), local.move(["Up"])]
-        for mine, theirs in zip(*seen, strict=True):
-            parts = [[part.get("text") or part["image"].tobytes() for part in answer] for answer in (mine, theirs)]
-            assert parts[0] == parts[1]
-
-
-def test_a_task_that_only_the_server_knows_has_one_tool(run_server):
-    class Foreign(type(make_env("frozen_lake"))):
-        name = "foreign"
-
-    served = Served(run_server(Foreign(multi_turn=True, protocol="tools")).url)
-    tools = served.environment_factory()
-    tools.reset(**served.dataset(1)[0])
-    assert tools.act(["Fly"]).startswith("Invalid answer.")
-    assert tools.get_reward() == -0.1
-
-
-# Sessions
-
-
-def test_sessions_do_not_disturb_each_other(tools_server):
-    """Many episodes in turns, from several threads, each as if it were alone."""
-    served = Served(tools_server.url)
-    rows, differences = list(served.dataset(NUM_TASKS)), []
-
-    def play_some(thread):
-        rng = random.Random(thread)
-        pairs = [
-            (served.play(row, random.Random(f"{thread}")), local_play(tools_server, row, random.Random(f"{thread}")))
-            for row in rows[:6]
-        ]
-        for _ in range(5):
-            for remote, local in pairs:
-                actions = rng.choices(["Left", "Down", "Right", "Up"], k=2)
-                if not local.done and (remote.take(actions), remote.outcome) != (local.take(actions), local.outcome):
-                    differences.append((thread, actions))
-        del pairs
-
-    threads = [threading.Thread(target=play_some, args=(number,)) for number in range(4)]
-    for thread in threads:
+    def run(env_name):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        server = make_server(env_name, NUM_TASKS, port=port)
+        thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
-    for thread in threads:
-        thread.join()
-    assert differences == []
+        started.append((server, thread))
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        return f"http://127.0.0.1:{port}", lambda: stop(server, thread)
+
+    def stop(server, thread):
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+    yield run
+    for server, thread in started:
+        stop(server, thread)
 
 
-@pytest.mark.slow
-def test_sessions_are_used_again_and_closed_with_the_task(run_server):
-    server = run_server(make_env("frozen_lake", **LAKE), max_sessions=3)
-    for _ in range(4):  # more than the server would hold
-        served = Served(server.url)
-        rows = list(served.dataset(NUM_TASKS))
-        for row in rows:
-            plays = [served.play(row, random.Random(0)) for _ in range(3)]
-            assert not any(play.done for play in plays)
-            del plays
-        del served
-        time.sleep(0.3)
+@pytest.fixture(scope="module")
+def url(serve):
+    return serve("frozen_lake")[0]
 
 
-def test_a_full_server_says_so_and_goes_on(run_server):
-    server = run_server(make_env("frozen_lake", **LAKE), max_sessions=2)
-    served = Served(server.url)
-    row = served.dataset(1)[0]
-    held = [served.play(row, random.Random(0)) for _ in range(2)]
-    with pytest.raises((RuntimeError, ConnectionError), match=rf"server at {server.url}.*(CAPACITY|max_sessions)"):
-        served.play(row, random.Random(0))
-    assert held[0].take(["Up"]).startswith("Reward")
-    del held[1]
-    assert served.play(row, random.Random(0)).take(["Up"]).startswith("Reward")
+def test_a_remote_episode_shows_and_earns_what_one_here_does(client, url):
+    here = make_env("frozen_lake", multi_turn=True, protocol="tools")
+    rows, remote_rows, rng = here.dataset(NUM_TASKS), client.dataset(url), random.Random(3)
+    remote, local, returns = client.Remote(url), here.environment_factory(), set()
+    for row, remote_row in zip(rows, remote_rows, strict=True):
+        assert remote_row["prompt"] == row["prompt"] and "grid" not in remote_row  # answers stay on the server
+        assert remote.reset(**remote_row) == local.reset(**row)
+        for _ in range(7):  # beyond the end
+            actions = rng.choices(["Left", "Down", "right", "Up", "Fly"], [3, 3, 3, 3, 1], k=2)
+            assert remote.act(actions) == local.move(actions)
+            assert remote.get_reward() == pytest.approx(local.get_reward())
+        returns.add(round(local.get_reward(), 1))
+    assert len(returns) > 1
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_is_a_limit_over_all_sessions(workers, run_server):
-    env = make_env("frozen_lake", **LAKE)
-    env.workers = workers
-    usual, lock, at_work, most = env.episode, threading.Lock(), [0], [0]
-
-    def slow(row, rng):
-        with lock:
-            at_work[0] += 1
-            most[0] = max(most[0], at_work[0])
-        time.sleep(0.05)
-        with lock:
-            at_work[0] -= 1
-        return usual(row, rng)
-
-    served = Served(run_server(env).url)
-    (row,) = served.dataset(1)
-    env.episode = slow
-    with ThreadPoolExecutor(8) as pool:
-        plays = list(pool.map(lambda _: served.play(row, random.Random(0)), range(8)))
-    assert len(plays) == 8 and most[0] == workers
+@pytest.mark.parametrize("actions", [["Fly"], [], "Right", None, [["Right"]], ["Right", 3], ["\ud800"]], ids=repr)
+def test_a_bad_action_is_an_invalid_turn_as_it_is_here(actions, client, url):
+    remote = client.Remote(url)
+    remote.reset(seed=0)
+    assert remote.act(actions).startswith("Invalid answer. Reward -0.1.") and remote.get_reward() == -0.1
 
 
-# The command line
+def test_a_wrong_task_is_named_and_the_session_goes_on(client, url):
+    remote = client.Remote(url)
+    with pytest.raises(RuntimeError, match=rf"seed must be between 0 and {NUM_TASKS - 1}, got {NUM_TASKS}"):
+        remote.reset(seed=NUM_TASKS)
+    assert remote.reset(seed=0)
 
 
-def test_the_command_serves_a_task_on_this_machine(monkeypatch):
-    servers, run, port = [], uvicorn.Server.run, free_port()
-    monkeypatch.setattr(uvicorn.Server, "run", lambda server: (servers.append(server), run(server)))
-    flags = f"--env_name frozen_lake --env_args size=5 --multi_turn true --port {port} --num_tasks 5 --splits train"
-    thread = threading.Thread(target=main, args=(flags.split(),), daemon=True)
-    thread.start()
-    while not servers or not servers[0].started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    served = Served(f"http://127.0.0.1:{port}")
-    tools = served.environment_factory()
-    for row in served.dataset(5):
-        assert len(tools.reset(**row).split()) == 25
-    with pytest.raises(ValueError, match=r"split must be one of \['train'\], got 'test'"):
-        served.dataset(1, split="test")
-    servers[0].should_exit = True
-    thread.join(10)
-    assert not thread.is_alive()
+def test_a_lost_connection_names_the_server_and_is_one_whose_episode_is_left_out(client, serve):
+    url, stop = serve("frozen_lake")
+    remote = client.Remote(url)
+    remote.reset(seed=0)
+    stop()
+    for lost in (lambda: remote.act(["Up"]), lambda: remote.reset(seed=0)):
+        with pytest.raises(ConnectionError, match=url):
+            lost()
 
 
-def test_bad_settings_are_named():
-    with pytest.raises(ValueError, match=r"max_sessions must be an integer between 1 and 10000, got 0"):
-        make_server(make_env("frozen_lake"), max_sessions=0)
-    with pytest.raises(ValueError, match=r"split must be one of"):
-        make_server(make_env("frozen_lake"), splits=["dev"])
-
-
-def test_the_command_names_what_it_cannot_serve(capsys):
-    for flags, said in (
-        (["--env_name", "frozen_lake,sokoban"], "env_name must be one task, got 'frozen_lake,sokoban'"),
-        (["--max_sessions", "0"], "max_sessions must be an integer between 1 and 10000, got 0"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(flags)
-        assert ended.value.code == 2
-        assert said in capsys.readouterr().err
-
-
-def test_data_and_splits_are_the_servers(tools_server):
-    served = Served(tools_server.url)
-    with pytest.raises(ValueError, match=rf"data must be None, the server at {tools_server.url} has the tasks"):
-        served.dataset(5, data="somewhere")
-    with pytest.raises(ValueError, match=rf"num_prompts must be at most {NUM_TASKS}, the tasks there are, got 21"):
-        served.dataset(21)
-    assert served.dataset(5)[:] == served.dataset(5)[:] != served.dataset(5, seed=1)[:]
-
-
-def test_scripted_players_need_the_rules(text_server):
-    with pytest.raises(NotImplementedError, match="RemoteEpisode has no solver"):
-        evaluate_scripted("oracle", Served(text_server.url), num_prompts=2, num_samples=1)
+def test_the_example_trains_against_its_server(url, tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(FOLDER / "client.py"), url, "tiny"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "completions sampled" in done.stdout and "ragen2-trl report runs/openenv" in done.stdout

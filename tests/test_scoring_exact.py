@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from cache_elements import count_cache_elements
 from scored_models import (
     SMALL,
     STUBBORN,
@@ -21,7 +22,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from transformers.cache_utils import DynamicLayer
 
 from ragen2_trl.instrument.scoring import count_tokens, cross_score
-from research.benchmarks.measuring import count_cache_elements
 
 LLAMA, PHI3 = "llama, longrope", "phi3, longrope"
 SWITCH = 32  # tokens, of the LongRoPE of both

@@ -90,7 +90,6 @@ TRAIN, WARM = "train --recipe frozen_lake_tiny", "warm-start --recipe warm_start
         (f"{TRAIN} --context last", "context='last' needs a task of several turns in text, got frozen_lake"),
         (f"{TRAIN} --mi_every 5 --mutual_information false", "mi_every=5 needs mutual_information"),
         (f"{TRAIN} --mi_every 0", "mi_every must be at least 1, got 0"),
-        (f"{TRAIN} --gradients_entropy_coef 0.1", "gradients_entropy_coef=0.1 needs gradients_every, got 0"),
         (f"{TRAIN} --eval_strategy steps", "eval_strategy='steps' allowed: 'no', and --eval_every 10"),
         (f"{TRAIN} --load_best_model_at_end true", "load_best_model_at_end=True --load_best true with --eval_every"),
         (f"{TRAIN} --load_best true --eval_every 107 --eval_prompts 0", "load_best eval_prompts must be above 0 107"),

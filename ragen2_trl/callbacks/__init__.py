@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from ragen2_trl.callbacks.cost import CostCallback as CostCallback
     from ragen2_trl.callbacks.environment_eval import EnvironmentEvalCallback as EnvironmentEvalCallback
     from ragen2_trl.callbacks.episodes import EpisodeCallback as EpisodeCallback
-    from ragen2_trl.callbacks.gradient_snr import GradientSNRCallback as GradientSNRCallback
     from ragen2_trl.callbacks.mutual_information import MutualInformationCallback as MutualInformationCallback
     from ragen2_trl.callbacks.training_health import TrainingHealthCallback as TrainingHealthCallback
     from ragen2_trl.callbacks.training_progress import TrainingProgressCallback as TrainingProgressCallback
@@ -17,7 +16,6 @@ _HOMES = {
     "CostCallback": "cost",
     "EnvironmentEvalCallback": "environment_eval",
     "EpisodeCallback": "episodes",
-    "GradientSNRCallback": "gradient_snr",
     "MutualInformationCallback": "mutual_information",
     "TrainingHealthCallback": "training_health",
     "TrainingProgressCallback": "training_progress",

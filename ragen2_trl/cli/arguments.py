@@ -410,10 +410,6 @@ class TrainArguments(PlayArguments):
     episodes_every: int = option(
         10, "Save the episodes of a step, at least so many steps apart, for the report; 0 never."
     )
-    gradients_every: int = option(0, "Log gradients by reward variance at step 1 and multiples of it; 0 never.")
-    gradients_entropy_coef: float | None = option(
-        None, "Measure the entropy bonus's gradient as if it had this coefficient."
-    )
     figures: bool = option(True, "Draw figures of the run when training ends.")
     overwrite: bool = option(False, "Delete the checkpoints of an earlier run of that name.")
 
@@ -422,9 +418,8 @@ class TrainArguments(PlayArguments):
             raise ValueError(f"mi_every must be at least 1, got {self.mi_every}")
         if self.eval_every < 0:
             raise ValueError(f"eval_every must be at least 0, got {self.eval_every!r}")
-        for name, needed in (("mi_every", "mutual_information"), ("gradients_entropy_coef", "gradients_every")):
-            if getattr(self, name) is not None and not getattr(self, needed):
-                raise ValueError(f"{name}={getattr(self, name)} needs {needed}, got {getattr(self, needed)}")
+        if self.mi_every is not None and not self.mutual_information:
+            raise ValueError(f"mi_every={self.mi_every} needs mutual_information, got {self.mutual_information}")
         asked = {"eval_envs": self.eval_envs, "load_best": self.load_best, "stop_below": self.stop_below}
         alone = [name for name, value in asked.items() if value not in ([], False, None)]
         if alone and not self.has_curve:

@@ -28,7 +28,6 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 from ragen2_trl.callbacks import (
     EnvironmentEvalCallback,
     EpisodeCallback,
-    GradientSNRCallback,
     MutualInformationCallback,
     TrainingProgressCallback,
 )
@@ -294,9 +293,6 @@ def _make_trainer(
         trainer.add_callback(MutualInformationCallback(trainer, every=script_args.mi_every))
     if script_args.episodes_every > 0:
         trainer.add_callback(EpisodeCallback(trainer, script_args.episodes_every))
-    if script_args.gradients_every > 0:
-        every, entropy_coef = script_args.gradients_every, script_args.gradients_entropy_coef
-        trainer.add_callback(GradientSNRCallback(trainer, every, entropy_coef=entropy_coef))
     return trainer
 
 

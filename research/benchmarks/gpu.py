@@ -10,12 +10,12 @@ Nothing is downloaded: weights are random, in bfloat16, and texts are made. Each
 what it is compared to. Parts come in the order of their worth, each with a share of the time; what one leaves over
 goes to those after it. A case that would not fit is skipped and named, and results are written after every case.
 
-1. *Updates* on given completions (`lossless.py`): plain TRL, `lossless` without and with shared prompts, with
+1. *Updates* on given completions (`bench.py`): plain TRL, `lossless` without and with shared prompts, with
    gradient checkpointing, for one agent's turn and for maths, with no dead group and with half of them dead, under
    SDPA and, where its package is there, FlashAttention. Seconds of an optimizer step less its rollout, of the first
    with its lengths (cold) and of later ones with the same; positions through the model, peak of allocated memory.
 2. *Cross-scoring* of a whole matrix and of the part that is scored where a measurement would cost too much, against
-   the reference's way (`cross_score.py`), and against one pair after the other in bfloat16 and in float32: how far
+   the reference's way (`bench.py`), and against one pair after the other in bfloat16 and in float32: how far
    reuse of a cache is from rounding alone.
 3. *Steps* with generation (transformers', no vLLM) on FrozenLake, with each prompt read once and once per completion:
    its share, that of the update, and the callback's.
@@ -47,10 +47,8 @@ from trl import GRPOConfig, GRPOTrainer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cross_score
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import TINY_MODEL_PATH
-from research.benchmarks.cross_score import make_texts, reference
-from research.benchmarks.filter_step_time import BASE, StepTimes
-from research.benchmarks.gpu_tables import markdown, scoring_line, step_line, update_line
-from research.benchmarks.lossless import METHODS, Shape, train
+from research.benchmarks.bench import BASE, METHODS, Shape, StepTimes, make_texts, reference, train
+from research.benchmarks.gpu_tables import markdown
 from research.benchmarks.measuring import machine, now, peak_memory, reset_peak_memory
 
 RESULTS = Path(__file__).parent / "results"
@@ -77,7 +75,7 @@ class Sizes:
     agent: Shape = AGENT
     maths: Shape = MATHS
     steps: int = 4  # the first is cold
-    texts: tuple[int, int, int, int] = (64, 64, 2_000, 500)  # N, NK, P, T, as in `cross_score.py`
+    texts: tuple[int, int, int, int] = (64, 64, 2_000, 500)  # N, NK, P, T, as in `bench.py`
     scored: int = 128  # tokens of a trace, where a measurement would cost too much
     rounds: int = 2
     generated: int = 256
@@ -90,13 +88,12 @@ DRY_SHAPE = (32, 64, 1, 2)
 
 @dataclass(frozen=True)
 class CaseList:
-    """Cases of one kind: `measure(*case)` gives a row, and `line(row)` prints it."""
+    """Cases of one kind, of which `measure(*case)` gives a row."""
 
     title: str
     share: float  # of the time
     cases: list[tuple[Any, ...]]  # by worth
     measure: Callable[..., dict[str, Any]]
-    line: Callable[[dict[str, Any]], str]
 
 
 def make_model(size: str, sizes: Sizes, attention: str = "sdpa") -> Qwen2ForCausalLM:
@@ -134,7 +131,8 @@ def measure_update(size: str, shape: str, dead: float, method: str, attention: s
     policy = make_model(size, sizes, attention)
     reset_peak_memory()
     settings: dict[str, Any] = {"gradient_checkpointing": True, "learning_rate": 1e-6}
-    trained = train(method, getattr(sizes, shape), dead, steps=sizes.steps, policy=policy, clock=now, **settings)
+    given = getattr(sizes, shape)
+    trained = train(METHODS[method], given, dead, steps=sizes.steps, policy=policy, clock=now, **settings)
     return {
         "model": size,
         "shape": shape,
@@ -251,12 +249,11 @@ def make_parts(sizes: Sizes, results: dict[str, list[dict[str, Any]]]) -> dict[s
         for method in METHODS
     ]
     steps = [(SMALL, variant) for variant in STEPS]
+    scored = [(size,) for size in models]
     parts = {
-        "updates": CaseList("Updates", 0.65, updates, partial(measure_update, sizes=sizes), update_line),
-        "scoring": CaseList(
-            "Cross-scoring", 0.2, [(size,) for size in models], partial(measure_scoring, sizes=sizes), scoring_line
-        ),
-        "steps": CaseList("Steps", 0.15, steps, partial(measure_step, sizes=sizes), step_line),
+        "updates": CaseList("Updates", 0.65, updates, partial(measure_update, sizes=sizes)),
+        "scoring": CaseList("Cross-scoring", 0.2, scored, partial(measure_scoring, sizes=sizes)),
+        "steps": CaseList("Steps", 0.15, steps, partial(measure_step, sizes=sizes)),
     }
     results.update({name: [] for name in parts})
     return parts
@@ -276,7 +273,7 @@ def run_part(
             continue
         try:
             rows.append(part.measure(*case))
-            print(f"  {part.line(rows[-1])}", flush=True)
+            print(f"  {rows[-1]}", flush=True)
         except torch.OutOfMemoryError:
             missing.append(f"{named}: out of memory")
             print(f"  {missing[-1]}", flush=True)

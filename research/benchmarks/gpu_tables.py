@@ -1,87 +1,62 @@
-"""How the measurements of `gpu.py` are told: each in a line, and all of them on a page."""
+"""How the measurements of `gpu.py` are told on a page."""
 
+from itertools import product
 from typing import Any
 
-from research.benchmarks.lossless import GROUP_SIZE, METHODS
+from research.benchmarks.bench import GROUP_SIZE, METHODS, table
 
 OURS = [method for method in METHODS if method != "TRL"]
 
 
-def update_line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['model']}, {row['shape']}, {row['dead']:.2f} dead, {row['method']}, {row['attention']}: "
-        f"{row['seconds']:.2f} s (cold {row['cold']:.2f}), {row['positions']:,.0f} positions, "
-        f"{row['memory_mib']:,.0f} MiB"
-    )
-
-
-def scoring_line(row: dict[str, Any]) -> str:
-    seconds, errors = row["seconds"], row["root_mean_square_nats"]
-    return (
-        f"{row['model']}: reference {seconds['reference']:.1f} s, whole {seconds['whole']:.1f} s, cut "
-        f"{seconds['cut']:.1f} s; error in bfloat16 {errors['whole']:.3f} nats, one pair at a time "
-        f"{errors['one by one']:.3f}"
-    )
-
-
-def step_line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['model']}, {row['variant']}: generation {row['generation']:.2f} s, update {row['update']:.2f} s "
-        f"({row['generation_share']:.2f} of the step is generation), measuring {row['measuring']:.2f} s "
-        f"({row['callback_share']:.4f} on top of training at every tenth step)"
-    )
-
-
 def update_table(rows: list[dict[str, Any]]) -> list[str]:
-    names = "".join(f" {method}: time | cold | positions | memory |" for method in OURS)
-    lines = [f"| model | attention | shape | dead groups | TRL: time | cold | memory |{names}"]
-    lines.append("|---" * (7 + 4 * len(OURS)) + "|")
+    header = ["model", "attention", "shape", "dead groups", "TRL: time", "cold", "memory"]
+    for method in OURS:
+        header += [f"{method}: time", "cold", "positions", "memory"]
 
     def case(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["model"], row["attention"], row["shape"], row["dead"]
+        return row["model"], row["attention"], row["shape"], f"{row['dead']:.2f}"
 
+    lines = []
     for key in dict.fromkeys(map(case, rows)):
         found = {row["method"]: row for row in rows if case(row) == key}
         plain = found.get("TRL")
         if plain is None:
             continue
-        cells = [f"{plain['seconds']:.2f} s", f"{plain['cold']:.2f} s", f"{plain['memory_mib']:,.0f} MiB"]
-        for method in OURS:
-            for name in ("seconds", "cold", "positions", "memory_mib"):
-                cells.append(f"{found[method][name] / plain[name]:.2f}" if method in found else "")
-        lines.append(f"| {key[0]} | {key[1]} | {key[2]} | {key[3]:.2f} | {' | '.join(cells)} |")
-    return lines
+        cells = [*key, f"{plain['seconds']:.2f} s", f"{plain['cold']:.2f} s", f"{plain['memory_mib']:,.0f} MiB"]
+        for method, name in product(OURS, ("seconds", "cold", "positions", "memory_mib")):
+            cells.append(f"{found[method][name] / plain[name]:.2f}" if method in found else "")
+        lines.append(cells)
+    return table(header, lines)
 
 
 def scoring_table(rows: list[dict[str, Any]]) -> list[str]:
+    header = ["model", "reference's way", "whole matrix", "cut traces", "memory: reference's way", "whole", "cut"]
+    header += ["error in bfloat16, nats", "one pair at a time", "mean"]
+    ways = ("reference", "whole", "cut")
     lines = [
-        "| model | reference's way | whole matrix | cut traces | memory: reference's way | whole | cut | error in "
-        "bfloat16, nats | one pair at a time | mean |",
-        "|---" * 10 + "|",
+        [
+            row["model"],
+            *(f"{row['seconds'][way]:.1f} s" for way in ways),
+            *(f"{row['memory_mib'][way]:,.0f} MiB" for way in ways),
+            *(f"{row['root_mean_square_nats'][way]:.3f}" for way in ("whole", "one by one")),
+            f"{row['mean_nats']:,.0f}",
+        ]
+        for row in rows
     ]
-    for row in rows:
-        seconds, memory, errors = row["seconds"], row["memory_mib"], row["root_mean_square_nats"]
-        ways = ("reference", "whole", "cut")
-        times = " | ".join(f"{seconds[way]:.1f} s" for way in ways)
-        peaks = " | ".join(f"{memory[way]:,.0f} MiB" for way in ways)
-        lines.append(
-            f"| {row['model']} | {times} | {peaks} | {errors['whole']:.3f} | {errors['one by one']:.3f} | "
-            f"{row['mean_nats']:,.0f} |"
-        )
-    return [*lines, "", "Errors are root mean squares of the difference to float32, one pair at a time."]
+    told = "Errors are root mean squares of the difference to float32, one pair at a time."
+    return [*table(header, lines), "", told]
 
 
 def step_table(rows: list[dict[str, Any]]) -> list[str]:
+    header = ["model", "", "generation", "update", "generation's share", "measuring"]
     lines = [
-        "| model | | generation | update | generation's share | measuring | on top of training, every tenth step |",
-        "|---" * 7 + "|",
+        [
+            *(row["model"], row["variant"], f"{row['generation']:.2f} s", f"{row['update']:.2f} s"),
+            *(f"{row['generation_share']:.1%}", f"{row['measuring']:.2f} s", f"{row['callback_share']:.2%}"),
+        ]
+        for row in rows
     ]
-    for row in rows:
-        lines.append(
-            f"| {row['model']} | {row['variant']} | {row['generation']:.2f} s | {row['update']:.2f} s | "
-            f"{row['generation_share']:.1%} | {row['measuring']:.2f} s | {row['callback_share']:.2%} |"
-        )
-    return lines
+    return table([*header, "on top of training, every tenth step"], lines)
 
 
 def markdown(results: dict[str, Any], titles: dict[str, str]) -> str:

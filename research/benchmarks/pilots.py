@@ -10,14 +10,11 @@ Writes `research/benchmarks/results/pilots.{json,md}`.
 """
 
 import argparse
-import json
 import random
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import transformers
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
@@ -25,9 +22,9 @@ from ragen2_trl.envs import make_env
 from ragen2_trl.sampling.policy import RECENT, least_worth
 from ragen2_trl.sampling.posterior import RewardPosterior
 from ragen2_trl.tiny import TINY_MODEL_PATH
+from research.benchmarks.bench import BASE, save, table
 from research.benchmarks.measuring import machine, now
 
-RESULTS = Path(__file__).parent / "results"
 COUNTED = ((16, 0.0), (16, 0.7), (8, 0.0), (8, 0.7))  # G and the share of dead prompts
 SHARES = (0.0, 0.3, 0.5, 0.7)  # of dead prompts
 CASES = ((16, 3), (8, 3), (16, 2), (8, 2))  # G and G0
@@ -87,7 +84,7 @@ def counted(size: int, dead_share: float, pilots: int, steps: int, seed: int) ->
         return [0.0 if is_dead else value for value, is_dead in zip(rewards, dead, strict=True)]
 
     args = SNRFilteredGRPOConfig(
-        tempfile.mkdtemp(),
+        **{**BASE, "output_dir": tempfile.mkdtemp(), "bf16": False, "logging_strategy": "steps"},
         num_generations=size,
         per_device_train_batch_size=32,
         gradient_accumulation_steps=4,  # 8 groups of 16, or 16 of 8
@@ -98,12 +95,6 @@ def counted(size: int, dead_share: float, pilots: int, steps: int, seed: int) ->
         learning_rate=1e-4,
         max_steps=steps,
         logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=not torch.cuda.is_available(),
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
         seed=seed,
     )
     trainer = Counting(str(TINY_MODEL_PATH), reward, args, dataset)
@@ -123,30 +114,24 @@ def counted(size: int, dead_share: float, pilots: int, steps: int, seed: int) ->
     }
 
 
-def markdown(results: dict) -> str:
-    made_by = "Made by `python -m research.benchmarks.pilots`, which says what is measured."
-    lines = ["# Pilots", "", made_by, ""]
-    lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
-    lines += ["Reward variance per completion, over that of plain sampling (simulated); in brackets, going on", ""]
-    lines[-2] += " where a pilot's rewards vary:"
-    lines += ["| G, G0 | " + " | ".join(f"{share:.0%} dead" for share in SHARES) + " |", "|---" * 5 + "|"]
-    for case, of_shares in results["simulated"].items():
-        cells = [f"{found['ours']:.2f} ({found['those that vary']:.2f})" for found in of_shares]
-        lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    lines += ["", "Dynamic sampling of the tiny model:", ""]
-    lines += ["| | | completions scored | full groups | a group | of whole groups' | reward variance a completion |"]
-    lines[-1] += " of whole groups' |"
-    lines += ["|---" * 8 + "|"]
+def markdown(results: dict) -> list[str]:
+    told = "Reward variance per completion, over that of plain sampling (simulated); in brackets, going on where a"
+    rows = [
+        [case, *(f"{found['ours']:.2f} ({found['those that vary']:.2f})" for found in of_shares)]
+        for case, of_shares in results["simulated"].items()
+    ]
+    lines = [f"{told} pilot's rewards vary:", "", *table(["G, G0", *(f"{share:.0%} dead" for share in SHARES)], rows)]
+    header = ["", "", "completions scored", "full groups", "a group", "of whole groups'"]
+    rows = []
     for case, runs in results["counted"].items():
         whole = runs["whole groups"]
         for name, run in runs.items():
             a_group, bought = run["completions_per_group"], run["variance_per_completion"]
-            lines.append(
-                f"| {case} | {name} | {run['completions']} | {run['groups']:.0f} | {a_group:.1f} | "
-                f"{a_group / whole['completions_per_group']:.2f} | {bought:.4f} | "
-                f"{bought / whole['variance_per_completion']:.2f} |"
-            )
-    return "\n".join(lines) + "\n"
+            of_whole = f"{a_group / whole['completions_per_group']:.2f}"
+            cells = [case, name, str(run["completions"]), f"{run['groups']:.0f}", f"{a_group:.1f}", of_whole]
+            rows.append([*cells, f"{bought:.4f}", f"{bought / whole['variance_per_completion']:.2f}"])
+    header += ["reward variance a completion", "of whole groups'"]
+    return [*lines, "", "Dynamic sampling of the tiny model:", "", *table(header, rows)]
 
 
 def main() -> None:
@@ -165,10 +150,7 @@ def main() -> None:
         for name, pilots in ROUNDS.items():
             of_case[name] = counted(size, dead_share, pilots, arguments.steps, arguments.seed)
             print(size, dead_share, name, of_case[name])
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "pilots.json").write_text(json.dumps(results, indent=2) + "\n")
-    (RESULTS / "pilots.md").write_text(markdown(results))
-    print(markdown(results))
+    save("pilots", "Pilots", results, markdown(results))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, estimates, remedies, what_if
@@ -28,9 +27,9 @@ from ragen2_trl.record.cost import cost_of
 from ragen2_trl.remedies import Remedy, WhatIf
 from ragen2_trl.rollout_events import extend
 from ragen2_trl.tiny import TINY_MODEL_PATH
+from research.benchmarks.bench import BASE, RESULTS, save, table
 from research.benchmarks.measuring import machine
 
-RESULTS = Path(__file__).parent / "results"
 SHAPES = ((4, 8), (4, 64), (8, 8), (8, 32), (16, 8), (16, 16))  # completions of a prompt, prompts of a step
 DEAD = (0.5, 0.0, 0.7, 0.3)
 EPOCH = 4  # steps
@@ -78,19 +77,13 @@ def trained(size: int, prompts: int, dead_share: float, steps: int, seed: int, f
         return [0.0 if is_dead else value for value, is_dead in zip(rewards, dead, strict=True)]
 
     args = SNRFilteredGRPOConfig(
-        folder,
+        **{**BASE, "output_dir": folder, "bf16": False, "logging_strategy": "steps"},
         num_generations=size,
         per_device_train_batch_size=32,
         gradient_accumulation_steps=size * prompts // 32,
         max_completion_length=64,
         max_steps=steps,
         logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=not torch.cuda.is_available(),
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
         snr_max_empty_steps=0,
         seed=seed,
         **settings,
@@ -169,39 +162,29 @@ def named_first(found: WhatIf, run: dict[str, Any]) -> str:
     return next((one.name for one in found.remedies if one.name in run and one.gain is not None), "none")
 
 
-def markdown(results: dict[str, Any]) -> str:
-    lines = ["# Predicted by what-if, and run", ""]
-    lines += ["Made by `python -m research.benchmarks.what_if`, whose docstring describes the measurement.", ""]
-    lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
-    lines += [
-        "| remedy | number | cells | within 10 % | median error | in the interval |",
-        "|---|---|---|---|---|---|",
-    ]
+def markdown(results: dict[str, Any]) -> list[str]:
+    cells = results["cells"].values()
+    rows = []
     for name, number in COMPARED.items():
-        rows = [one["remedies"][name] for one in results["cells"].values() if name in one["remedies"]]
-        if not rows:
-            continue
-        errors = [abs(row["predicted"][0] / row["measured"] - 1) for row in rows if row["measured"]]
-        inside = [row["predicted"][1] <= row["measured"] <= row["predicted"][2] for row in rows]
-        lines.append(
-            f"| {name} | {number.replace('_', ' ')} | {len(rows)} | {sum(error <= 0.1 for error in errors)} | "
-            f"{statistics.median(errors):.1%} | {sum(inside)} |"
-        )
+        found = [one["remedies"][name] for one in cells if name in one["remedies"]]
+        if found:
+            errors = [abs(row["predicted"][0] / row["measured"] - 1) for row in found if row["measured"]]
+            inside = sum(row["predicted"][1] <= row["measured"] <= row["predicted"][2] for row in found)
+            close, median = str(sum(error <= 0.1 for error in errors)), f"{statistics.median(errors):.1%}"
+            rows.append([name, number.replace("_", " "), str(len(found)), close, median, str(inside)])
+    lines = table(["remedy", "number", "cells", "within 10 %", "median error", "in the interval"], rows)
     lines += ["", "Is the remedy named first the one that then bought most reward variance for its cost?", ""]
-    lines += [
-        "| cost | cells | best | within 10 % | median share of the best's |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for unit, words in UNITS.items():
         shares = []
-        for one in results["cells"].values():
+        for one in cells:
             bought = {name: row["measured_gain"][unit] for name, row in one["remedies"].items()}
             shares.append(bought[one["named_first"][unit]] / max(bought.values()))
-        good = sum(share >= 1 for share in shares), sum(share >= 0.9 for share in shares)
-        lines.append(f"| {words} | {len(shares)} | {good[0]} | {good[1]} | {statistics.median(shares):.2f} |")
+        good = (sum(share >= least for share in shares) for least in (1, 0.9))
+        rows.append([words, str(len(shares)), *map(str, good), f"{statistics.median(shares):.2f}"])
+    lines += table(["cost", "cells", "best", "within 10 %", "median share of the best's"], rows)
     lines += ["", "Reward variance of trained rows for a unit of cost, plain TRL's being 1; *first*: named first.", ""]
-    lines += ["| G, prompts, dead | remedy | predicted | run | gain a completion, run | gain a CPU second, run |"]
-    lines += ["|---|---|---|---|---|---|"]
+    rows = []
     for case, one in results["cells"].items():
         for name, row in one["remedies"].items():
             value, low, high = row["predicted"]
@@ -210,11 +193,9 @@ def markdown(results: dict[str, Any]) -> str:
                 + " first" * (name == one["named_first"][unit])
                 for unit in UNITS
             ]
-            lines.append(
-                f"| {case} | {name} | {value:.2f} ({low:.2f} to {high:.2f}) | {row['measured']:.2f} | "
-                f"{gains[0]} | {gains[1]} |"
-            )
-    return "\n".join(lines) + "\n"
+            rows.append([case, name, f"{value:.2f} ({low:.2f} to {high:.2f})", f"{row['measured']:.2f}", *gains])
+    header = ["G, prompts, dead", "remedy", "predicted", "run", "gain a completion, run", "gain a CPU second, run"]
+    return [*lines, *table(header, rows)]
 
 
 def main() -> None:
@@ -240,8 +221,7 @@ def main() -> None:
             results["cells"][case] = made = cell(size, prompts, dead, arguments.steps, arguments.seed)
             print(case, made["named_first"], flush=True)
             stored.write_text(json.dumps(results, indent=2) + "\n")
-    (RESULTS / "what_if.md").write_text(markdown(results))
-    print(markdown(results))
+    save("what_if", "Predicted by what-if, and run", results, markdown(results))
 
 
 if __name__ == "__main__":

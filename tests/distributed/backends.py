@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from ending import end
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]  # tests, and research
 
 from conftest import PROMPTS
 from peft import LoraConfig
@@ -22,7 +22,9 @@ from replay import GROUP_SIZE
 from replayed import make_trainer
 from trl.rewards import think_format_reward  # noqa: F401 -- imports TRL before deepspeed looks at it
 
-from ragen2_trl import GradientSNRCallback, MutualInformationCallback
+from ragen2_trl import MutualInformationCallback
+from ragen2_trl.rollout_events import listen, log_row
+from research.gradients import gradient_norms
 
 COMMON = {
     "num_generations": GROUP_SIZE,
@@ -93,12 +95,10 @@ PPO_CASES = {
         "max_steps": 4,
     },
 }
-# Not for FSDP, whose shards are refused.
-GRADIENTS = {"gradients": {}, "max_steps": 2}
+# Not for FSDP and ZeRO-3, whose shards are refused.
+GRADIENTS = {"gradients": True, "max_steps": 2}
 GRADIENT_CASES = {
-    "gradients by reward variance": {**LAYOUT, "gradients": {"entropy_coef": 0.05}, "loss_type": "dapo"},
-    "gradients of checkpointed layers": {**LAYOUT, **GRADIENTS, "gradient_checkpointing": True},
-    "gradients of rloo": {**RLOO, **GRADIENTS},
+    "gradients by reward variance": {**LAYOUT, **GRADIENTS, "loss_type": "dapo", "gradient_checkpointing": True},
     "gradients of ppo": {**SEPARATE, **GRADIENTS},
 }
 CASES |= {**RLOO_CASES, **PPO_CASES, **GRADIENT_CASES}
@@ -118,8 +118,7 @@ AS_TRL = {f"{name} as TRL": {**case, "snr_strategy": "all"} for name, case in LO
 CASES |= {**LOSSLESS_CASES, **AS_TRL}
 LORA_CASES = (
     *("lossless grpo", "lossless grpo as TRL"),
-    *("gradients by reward variance", "gradients of checkpointed layers"),
-    *("filtered dapo", "with gradient checkpointing", "an empty step between", "rloo"),
+    *("gradients by reward variance", "filtered dapo", "with gradient checkpointing", "an empty step between", "rloo"),
     *("ppo", "ppo with a critic of its own", "ppo with gradient checkpointing", "ppo, an empty step between"),
 )
 # Six groups of four over three processes of four rows each.
@@ -127,7 +126,7 @@ THREE = {"rows": 12, "gradient_accumulation_steps": 2, "prompts": 6}
 # Eight rows are kept of three groups.
 UNEVEN = {"rows": 12, "gradient_accumulation_steps": 1, "prompts": 3}
 CASES_OF_THREE = {
-    "gradients by three": {**THREE, "gradients": {}},
+    "gradients by three": {**THREE, "gradients": True},
     "filtered by three": THREE,
     "refilled by three": {**THREE, "snr_dynamic_sampling_rounds": 2},
     "rloo by three": {**THREE, "algorithm": "rloo"},
@@ -145,7 +144,7 @@ def cases_of(backend: str) -> dict[str, dict]:
     if backend.endswith("_three"):
         return CASES_OF_THREE
     cases = {name: CASES[name] for name in LORA_CASES} if backend.endswith("_lora") else CASES
-    if backend.startswith("fsdp2"):
+    if backend.startswith(("fsdp2", "zero3")):
         return {name: case for name, case in cases.items() if name not in GRADIENT_CASES}
     return cases
 
@@ -160,14 +159,15 @@ def run_case(policy_path: str, folder: str, case: dict, processes: int, lora: bo
     replayed = {name: case.pop(name) for name in REPLAYED if name in case}
     rows = case.pop("rows") // processes
     prompts = PROMPTS[: case.pop("prompts", len(PROMPTS))]
-    gradients = case.pop("gradients", None)
+    gradients = case.pop("gradients", False)
     settings = {**COMMON, **case, "per_device_train_batch_size": rows, "output_dir": folder, **backend}
     adapters = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear") if lora else None
     trainer = make_trainer(policy_path, settings, prompts, **replayed, peft_config=adapters)
     assert trainer.accelerator.num_processes == processes
     trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=12))
-    if gradients is not None:
-        trainer.add_callback(GradientSNRCallback(trainer, every=1, num_buckets=3, **gradients))
+    if gradients:
+        measure = lambda local: log_row(trainer, {f"grad/{k}": v for k, v in gradient_norms(trainer, local).items()})  # noqa: E731
+        listen(trainer, on_rollout=measure, all_rows=lambda: True)
     trainer.train()
     return parameters_of(trainer), [row for row in trainer.state.log_history if "reward" in row], trainer
 

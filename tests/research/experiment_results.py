@@ -44,8 +44,8 @@ def curves_of(planned, end=0.6, noise=0.02, steps=None, speed=1.0):
         metrics[f"cost/{name}"] = {0: 0.0} | {step: cost * step for step in range(1, done + 1)}
     for number in range(4):  # of its parameters, near those that all runs of a seed end with
         metrics[f"{WEIGHTS}{number}"] = {done: of_seed + 1e-6 * rng.normal()}
-    if every := planned.fields.get("gradients_every"):
-        for step in sorted({1, every, all_steps} - {0}):
+    if planned.fields.get("variant") == "MeasuresGradients":
+        for step in sorted({1, all_steps // 2, all_steps} - {0}):
             for bucket in range(1, 7):
                 deviation = 0.08 * (bucket - 1)
                 at = f"grad/bucket_{bucket}"

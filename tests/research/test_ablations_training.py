@@ -1,5 +1,5 @@
 """Promise 2 for the ablations: quarters, draws at random and single completions as selectors of a training, and the
-trainers that scale a loss or its advantages, or leave only regularisers."""
+trainers that scale advantages."""
 
 from functools import partial
 
@@ -21,9 +21,7 @@ from research import ablations
 from research.ablations import (
     AdvantagesByKeptFraction,
     AdvantagesBySqrtOfKeptFraction,
-    LossByValue,
     SkipsZeroGradients,
-    WithoutTaskAdvantage,
     as_many_at_random,
     best_and_worst,
     draw_as_many,
@@ -305,32 +303,7 @@ def test_episodes_of_several_samples_are_kept_or_dropped_whole_where_completions
     assert sum(seen) > 16 and len(samples) == 32  # each of 16 episodes, with its later turns
 
 
-# What scales the loss, or leaves only its regularisers
-
-
-@cases(
-    slow=("grpo-bonus", "grpo-rows", "rloo-kl", "rloo-normalised", "rloo-clipped", "ppo-separate"),
-    grpo=TERMS["grpo"],
-    rloo=TERMS["rloo"],
-    ppo=PPO_TERMS,
-)
-def test_the_whole_loss_is_scaled_by_the_value(algorithm, settings, policy_path, tmp_path):
-    """Here 0.85 of the mass keep what 0.9 keep, with KL, entropy and value terms."""
-    equal_lengths = need_equal_lengths(settings)
-    options = {"mixin": LossByValue, "snr_value": 0.85, "equal_lengths": equal_lengths, **settings}
-    trainer, gradient = run(algorithm, policy_path, tmp_path, **options)
-    assert int(trainer.latest_selection.groups.sum()) == len(KEPT)
-    plain = algorithm.plain_gradient(policy_path, KEPT, equal_lengths, **settings)
-    assert_close(gradient, {name: 0.85 * value for name, value in plain.items()})
-
-
-@pytest.mark.slow
-def test_the_scaling_by_the_value_goes_with_dynamic_sampling(policy_path, tmp_path):
-    gradients = [
-        run(GRPO, policy_path, tmp_path, mixin=mixin, snr_dynamic_sampling_rounds=2)[1]
-        for mixin in (None, LossByValue)
-    ]
-    assert_close(gradients[1], {name: 0.9 * value for name, value in gradients[0].items()})
+# What scales advantages
 
 
 def regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settings):
@@ -348,49 +321,6 @@ def regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settin
     args = algorithm.args(tmp_path, plain=True, **layout, **settings)
     (gradient,) = algorithm.gradients(policy_path, args, replay, KEPT, trainer_class=Regularised)
     return gradient
-
-
-@cases(
-    slow=("grpo-rows", "rloo-clipped", "ppo-shared", "ppo-separate"),
-    grpo=TERMS["grpo"],
-    rloo={"kl": {"beta": 0.1}, "clipped": {"beta": 0.1, "reward_clip_range": (0.0, 0.6)}},
-    ppo={"token": PPO_STILL, **PPO_TERMS},
-)
-def test_without_the_tasks_advantages_regularisers_act_alone(algorithm, settings, policy_path, tmp_path):
-    equal_lengths = need_equal_lengths(settings)
-    options = {"mixin": WithoutTaskAdvantage, "equal_lengths": equal_lengths, **settings}
-    trainer, gradient = run(algorithm, policy_path, tmp_path, **options)
-    assert int(trainer.latest_selection.groups.sum()) == len(KEPT)
-    assert_close(gradient, regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settings))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [GRPO, PPO], ids=lambda one: one.name)
-def test_a_batch_of_dynamic_sampling_has_no_advantages_of_the_task_either(algorithm, policy_path, tmp_path):
-    settings = {"snr_dynamic_sampling_rounds": 3, "snr_strategy": "nonzero", "beta": 1e-30}
-    critic = {"value_coef": 0.0} if algorithm is PPO else {}
-    _, gradient = run(algorithm, policy_path, tmp_path, mixin=WithoutTaskAdvantage, **settings, **critic)
-    assert gradient and all((value.abs() < 1e-20).all() for value in gradient.values())
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "settings", "parts"),
-    [
-        (GRPO, {"beta": 0.0}, ["beta=0.0", "entropy_coef"]),
-        (PPO, {"beta": 0.0}, ["beta=0.0", "entropy_coef"]),
-        (RLOO, {"beta": 0.1, "normalize_advantages": True}, ["normalize_advantages=True"]),
-        (RLOO, {"beta": 0.1, "snr_dynamic_sampling_rounds": 2}, ["snr_dynamic_sampling_rounds=2"]),
-    ],
-)
-def test_settings_that_leave_nothing_without_the_tasks_advantages_are_refused(
-    algorithm, settings, parts, policy_path, tmp_path
-):
-    trainer_class = with_mixin(WithoutTaskAdvantage, algorithm)
-    with pytest.raises(ValueError) as refused:
-        algorithm.make(
-            policy_path, algorithm.args(tmp_path, **settings), replay_of(policy_path), trainer_class=trainer_class
-        )
-    assert all(part in str(refused.value) for part in parts)
 
 
 @pytest.mark.parametrize(

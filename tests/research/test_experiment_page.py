@@ -22,12 +22,12 @@ CLAIMS = {"fig3", "fig5", "fig6", "fig8", "fig9"} | {f"tab{n}" for n in range(4,
 
 def page_of(folder, *names):
     """The text of the first page and of those of claims."""
-    return "\n".join((folder / f"{name}.md").read_text() for name in ("README", "method", *names))
+    return "\n".join((folder / f"{name}.md").read_text() for name in ("README", "all", "method", *names))
 
 
 def row_of(folder, name):
-    """The claim's row on the first page: claim, verdict, number."""
-    rows = (folder / "README.md").read_text().splitlines()
+    """The claim's row among all: claim, verdict, number."""
+    rows = (folder / "all.md").read_text().splitlines()
     return next(row for row in rows if f"]({name}.md)" in row).strip("| ").split(" | ")
 
 
@@ -90,7 +90,9 @@ def test_the_page_says_what_the_store_has(tmp_path, fig9):
     text = page_of(tmp_path, "fig9")
     gain = float(re.search(r"the filter gains without noise \| above 0 \| \+([\d.]+) points", text)[1])
     assert 8 < gain < 12
-    assert row_of(tmp_path, "fig9")[1] == "**inconclusive**"  # it gains, but in noise as much
+    verdict = "**inconclusive**, at the same learning rate and gradient clip"  # it gains, but in noise as much
+    assert row_of(tmp_path, "fig9")[1] == verdict
+    assert f"| {verdict} |" in (tmp_path / "README.md").read_text()
     assert "60 of 60" in text and "torch 2.13.0" in text and "2 CPU cores" in text
     assert "experiments/fig9.yaml" in text and "2026-" in text
     images = re.findall(r"!\[.+\]\((.+)\)", text)
@@ -104,7 +106,7 @@ def test_the_same_store_gives_the_same_page(tmp_path, fig9):
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     for name in ("one", "two"):
         analyse([fig9], tmp_path / name)
-    for name in ("README.md", "method.md", "fig9.md", "fig9.png"):
+    for name in ("README.md", "all.md", "method.md", "fig9.md", "fig9.png"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
@@ -126,7 +128,8 @@ def test_the_number_beside_a_verdict_is_the_one_that_made_it(tmp_path):
     write_results(tmp_path, experiment.planned_runs(), behind)
     analyse([experiment], tmp_path)
     _, verdict, ours, seeds, power = row_of(tmp_path, "tab7")
-    assert verdict == "**opposite**" and ours.startswith("the filter beats no filter, at equal steps: -")
+    assert verdict == "**opposite**, at the same learning rate and gradient clip"
+    assert ours.startswith("the filter beats no filter, at equal steps: -")
     assert seeds == "10" and re.fullmatch(r"\d+ % \(at \+5\.0 points, level 0\.05\)", power)
 
 
@@ -162,7 +165,7 @@ def test_runs_that_cannot_decide_have_a_line_in_the_appendix(tmp_path, fig9):
         if not page:
             write_results(folder, fig9.planned_runs(), better_with_the_filter)
         analyse([replace(fig9, flaw="It slips.", page=page)], folder)
-        first = (folder / "README.md").read_text()
+        first = (folder / "all.md").read_text()
         (link,) = re.findall(r"^\| \[The filter's gain.+\]\((.+?)\) .+\| It slips\. \|$", first, re.MULTILINE)
         assert (folder / link).exists() and (link == "fig9.md") == page == (folder / "fig9.png").exists()
         assert "| verdict |" not in first and (fig9.checks[0]["name"] in first) == (not page), "a check shown nowhere"
@@ -246,6 +249,27 @@ def test_the_random_baseline_stands_beside_each_setting_in_percent(tmp_path, fig
     assert len(rows) == len(fig9.axes["slip"]) * 2 and {row.strip() for row in rows} == {"20.3 %"}
 
 
+def test_the_gradient_norms_and_clipped_steps_of_arms_on_other_groups_stand_beside_each(tmp_path, fig9):
+    """A quarter of the steps of plain runs is above 1, all of filtered ones; arms on the same groups have none."""
+
+    def norms(planned):
+        every = planned.fields.get("snr_strategy") == "all"
+        values = {step: 3.0 if step % 4 == 0 or not every else 0.25 for step in range(1, 41)}
+        return curves_of(planned) | {"grad_norm": values}
+
+    other = read_experiment(FOLDER / "impossible_rates.yaml")
+    write_results(tmp_path, [*fig9.planned_runs(), *other.planned_runs()], norms)
+    analyse([fig9, other], tmp_path)
+    page = (tmp_path / "fig9.md").read_text()
+    assert "compared at the same learning rate and gradient clip." in page
+    (header,) = re.findall(r"^\| setting \| seeds \|.*$", page, re.MULTILINE)
+    columns = header.strip("| ").split(" | ")
+    rows = [line.strip("| ").split(" | ") for line in re.findall(r"^\| (?:none|filter), .*$", page, re.MULTILINE)]
+    cells = [[row[columns.index(name)] for name in ("median gradient norm", "clipped steps")] for row in rows]
+    assert sorted(map(tuple, cells)) == [("0.25", "25.0 %")] * 6 + [("3", "100.0 %")] * 6
+    assert "clipped steps" not in (tmp_path / "impossible_rates.md").read_text()
+
+
 def test_the_page_of_few_runs_tells_each_with_its_health(tmp_path, fig9):
     """In a column a statistic, where any run has it; a page of many runs has no such table."""
     experiment = read_experiment(FOLDER / "impossible_rates.yaml")
@@ -273,8 +297,17 @@ def test_all_claims_are_drawn_and_told_on_a_screen_and_a_page_each(tmp_path, rec
     experiments = read_experiments(FILES)
     write_results(tmp_path, chain.from_iterable(one.planned_runs() for one in experiments), better_with_the_filter)
     analyse(experiments, tmp_path)
+    every = (tmp_path / "all.md").read_text()
+    assert len(every.splitlines()) < 55 and all(f"[{one.claim}](" in every for one in experiments)
     first = (tmp_path / "README.md").read_text()
-    assert len(first.splitlines()) < 55 and all(f"[{one.claim}](" in first for one in experiments)
+    assert len(re.findall(r"^\| \[", first, re.MULTILINE)) == 8
+    paper = (tmp_path / "paper.md").read_text()
+    assert (
+        "| Figures 7 and 12 |" in paper
+        and "| `python -m research run research/experiments/tab4.yaml --fresh` |" in paper
+    )
+    tried = {one.id for one in experiments if one.source.startswith(("Fig", "Table"))}
+    assert all(f"/{name}.yaml --fresh" in paper for name in tried)
     assert "| algorithm: PPO | [ppo.yaml](" in (tmp_path / "tab4.md").read_text()
     for one in experiments:
         if not one.page:

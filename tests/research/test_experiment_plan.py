@@ -330,7 +330,7 @@ def test_an_experiment_of_the_repository_can_be_read_at_both_scales(path):
     planned_runs = experiment.planned_runs()
     assert len({planned.key for planned in planned_runs}) == len(planned_runs)
     at_paper_scale = {planned.key for planned in experiment.planned_runs(scale="paper")}
-    skipped = (*experiment.paper_scale.skip, *experiment.retired)
+    skipped = (*experiment.larger["paper"].skip, *experiment.retired)
     left = [planned for planned in planned_runs if not any(one.items() <= planned.levels.items() for one in skipped)]
     assert experiment.others or len(at_paper_scale) == len(left)
     assert not at_paper_scale & {planned.key for planned in planned_runs}

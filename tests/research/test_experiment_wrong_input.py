@@ -10,7 +10,7 @@ from experiment_results import write_results
 
 from research.__main__ import main
 from research.plan import read_experiment
-from research.runner import Runner, RunnerOutcome
+from research.runner import Runner
 
 BASE = {
     "algo": "grpo",
@@ -84,7 +84,7 @@ def folder(tmp_path, monkeypatch):
     def train(*args):
         raise AssertionError("runs are trained for nothing")
 
-    monkeypatch.setattr(Runner, "_begin", train)
+    monkeypatch.setattr(Runner, "_train", train)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
     write(tmp_path, PLAN)
@@ -142,7 +142,7 @@ def test_a_check_of_another_type_is_named(check, said, folder, refused):
     assert said in refused("run small.yaml")
 
 
-@pytest.mark.parametrize("action", ["status", "list"])
+@pytest.mark.parametrize("action", ["run --dry", "analyse"])
 def test_what_trains_nothing_refuses_a_check_that_cannot_be_read(action, folder, refused):
     write(folder, {**PLAN, "checks": [{**GAIN, "kind": "differences"}]})
     assert "small.yaml: check 'gain': kind='differences' is not supported" in refused(f"{action} small.yaml")
@@ -162,7 +162,7 @@ def test_what_trains_nothing_refuses_a_check_that_cannot_be_read(action, folder,
 def test_runs_are_of_other_experiments_that_are_there(names, said, folder, refused):
     write(folder, {**OVER, "id": "back", "runs_of": ["over"]})
     write(folder, {**OVER, "runs_of": names})
-    assert said in refused("status over.yaml")
+    assert said in refused("run --dry over.yaml")
 
 
 @pytest.mark.parametrize("file", ["small.yaml", "base.yaml"])
@@ -203,7 +203,7 @@ def test_a_setting_that_was_typed_is_told_with_its_option(typed, said, folder, r
 
 @pytest.mark.parametrize("where", ["taken", "taken/below"])
 @pytest.mark.parametrize("option", ["results", "runs"])
-@pytest.mark.parametrize("action", ["run", "run --quick", "status"])
+@pytest.mark.parametrize("action", ["run", "run --quick", "run --dry"])
 def test_a_folder_that_is_a_file_is_refused(action, option, where, folder, refused):
     (folder / "taken").write_text("")
     said = refused(f"{action} small.yaml --{option} {where}")
@@ -218,7 +218,7 @@ def test_a_file_in_place_of_the_folder_of_records_is_refused(folder, refused):
     )
 
 
-@pytest.mark.parametrize("action", ["run", "status", "analyse", "list"])
+@pytest.mark.parametrize("action", ["run", "run --dry", "analyse"])
 @pytest.mark.parametrize("file", ["runs.parquet", "curves.parquet"])
 def test_damaged_results_are_named(file, action, finished, refused):
     path = finished / "research" / "results" / file
@@ -240,7 +240,7 @@ def test_damaged_results_are_named(file, action, finished, refused):
         ("seeds: [", "small.yaml is not valid YAML: "),
     ],
 )
-@pytest.mark.parametrize("action", ["run", "status"])
+@pytest.mark.parametrize("action", ["run", "run --dry"])
 def test_a_record_of_other_content_is_named(content, said, action, finished, refused):
     (finished / "research" / "results" / "experiments").mkdir()
     (finished / "research" / "results" / "experiments" / "small.yaml").write_text(content)
@@ -292,7 +292,6 @@ def test_the_record_over_runs_of_others_is_written_with_the_first_of_them(folder
     def run_one(runner, jobs):
         write_results(folder / "research" / "results", [planned])
         runner.on_added(next(job for job in jobs if job.planned.key == planned.key))
-        return RunnerOutcome()
 
     monkeypatch.setattr(Runner, "run", run_one)
     main(["run", "over.yaml"])

@@ -60,7 +60,7 @@ def test_a_case_that_memory_does_not_hold_is_told_and_the_next_is_measured():
     saved = []
     rows: list = []
     missing: list = []
-    part = gpu.CaseList("Models", 1.0, [("large",), ("small",)], measure, str)
+    part = gpu.CaseList("Models", 1.0, [("large",), ("small",)], measure)
     gpu.run_part(part, time.perf_counter() + 60, rows, missing, lambda: saved.append(len(rows)))
     assert missing == ["Models: large: out of memory"] and rows == [{"size": "small"}]
     assert saved == [0, 1]  # results are written after every case
@@ -72,8 +72,8 @@ def test_a_part_that_fails_is_told_and_the_others_are_measured(tmp_path, monkeyp
 
     def parts(sizes, rows):
         rows |= {"updates": [], "steps": []}
-        failing = gpu.CaseList("Updates", 0.5, [("a",), ("b",)], fail, str)
-        return {"updates": failing, "steps": gpu.CaseList("Steps", 0.5, [], fail, str)}
+        failing = gpu.CaseList("Updates", 0.5, [("a",), ("b",)], fail)
+        return {"updates": failing, "steps": gpu.CaseList("Steps", 0.5, [], fail)}
 
     monkeypatch.setattr(gpu, "make_parts", parts)
     assert gpu.main(["--dry", "--results", str(tmp_path)]) == 1

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from research.benchmarks import lossless
-from research.benchmarks.lossless import Shape, train
+from research.benchmarks import bench
+from research.benchmarks.bench import METHODS, Shape, train
 
 SHAPES = {"maths": Shape(16, 64, 0.5), "an agent": Shape(128, 32, 0.3), "long prompts": Shape(256, 16, 0.3)}
 
@@ -45,13 +45,13 @@ def most_kept(method, shape):
         return box
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
-        positions = train(method, shape, 0.0, policy=policy())["positions"]
+        positions = train(METHODS[method], shape, 0.0, policy=policy())["positions"]
     return most, positions
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_eight_groups_in_full_micro_batches_keep_less_than_trl_does(shape, monkeypatch):
-    monkeypatch.setattr(lossless, "prompts_for", lambda dead: 8)
+    monkeypatch.setattr(bench, "prompts_for", lambda dead: 8)
     (plain, padded), (ours, computed) = (most_kept(method, shape) for method in ("TRL", "all"))
     assert computed < padded / 2
     assert ours < plain

@@ -10,10 +10,12 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from ragen2_trl import cli
+from ragen2_trl.cli import train
 from ragen2_trl.cli.typed import InputError
 from ragen2_trl.columns import SUCCESS
 from ragen2_trl.envs import environment
 from ragen2_trl.record.files import HISTORY_FILE
+from research import variants
 from research.__main__ import _check_settings, main
 from research.commands import QueuedRun, command_of, queue, write_config
 from research.plan import read_experiments
@@ -94,7 +96,7 @@ def paper_jobs(overrides=None, *paths: Path) -> list[QueuedRun]:
 TRACES = {
     "beta": "kl",
     "value_head": "ppo/value_loss",
-    "gradients_every": "grad/all/task/norm",
+    "variant": "grad/bucket_1/task/norm",
     "snr_dynamic_sampling_rounds": "snr/sampling_rounds",
     "snr_prompt_selection": "snr/predicted_variance",
 }
@@ -123,12 +125,31 @@ def test_the_hours_of_a_run_are_those_of_the_arithmetic_in_the_docs():
     assert plain.gpu_hours == pytest.approx((72_192 / 1_000 + 51_200 / 10_000) * 3_200 / 3_600)
 
 
+def test_the_middle_scale_has_the_paper_s_batches_and_takes_one_gpu_a_day_for_each_of_its_claims():
+    claims = ("tab6", "fig5", "tab7", "fig8")
+    with_scale = [one for one in read_experiments(FILES) if "middle" in one.larger]
+    assert {*claims} <= {one.id for one in with_scale} and all(
+        one.larger["middle"].processes == 1 for one in with_scale
+    )
+    for experiment in (one for one in with_scale if one.id in claims):
+        jobs = queue([experiment], scale="middle")
+        assert 12 <= sum(job.gpu_hours for job in jobs) <= 24
+        for job in jobs:
+            own = job.planned.fields
+            assert (own["model"], own["generation_batch_size"]) == ("Qwen/Qwen2.5-0.5B", 8 * 16)
+            assert own["per_device_train_batch_size"] * own["gradient_accumulation_steps"] == 32
+        _check_settings(jobs)
+
+
 @pytest.mark.full
 def test_each_value_of_a_setting_trains_with_the_model_cut_down(model, tmp_path, rewards_by_lot):
     for job in covering(paper_jobs({**CUT, "model": model})):
         own, folder = job.planned.fields, tmp_path / job.planned.key
         command = command_of(write_config(folder, job), job)
-        cli.main(command[command.index("ragen2_trl.cli") + 1 :])
+        module, *arguments = command[command.index("-m") + 1 :]
+        with pytest.MonkeyPatch.context() as patch:  # a variant stands in place of the trainers
+            patch.setattr(train, "ALGORITHMS", dict(train.ALGORITHMS))
+            (variants if module == "research.variants" else cli).main(arguments)
         rows = json.loads((folder / HISTORY_FILE).read_text())
         logged = {key for row in rows for key in row}
         losses = [row["loss"] for row in rows if "loss" in row]
@@ -165,5 +186,5 @@ def test_a_run_of_each_trainer_is_launched_by_accelerate_with_the_model_cut_down
     told = capsys.readouterr().out
     launch = tmp_path / "ragen2_trl" / "accelerate_configs" / "cpu_ddp.yaml"
     assert f"accelerate launch --config_file {launch} --num_processes 1 -m ragen2_trl.cli train --config" in told
-    assert "GPU hours: an estimate, nothing of it was run on a GPU" in told
+    assert "GPU hours, an estimate: nothing of it was run" in told.splitlines()[0]
     assert list(Store(tmp_path / "results").finished()["steps"]) == [CUT["max_steps"]]
