@@ -266,7 +266,7 @@ class MutualInformationCallback(TrainerCallback):
         from ragen2_trl.report.trackers import has_image_trackers, log_figures
 
         if has_image_trackers(self.trainer):
-            from ragen2_trl.report.gallery import measurement_figures
+            from ragen2_trl.report.figures import measurement_figures
 
             with reported("Figures for the trackers"):
                 figures = measurement_figures(run_of(self.trainer), measurement)
