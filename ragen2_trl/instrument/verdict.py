@@ -1,9 +1,8 @@
-"""Whether reasoning depends on its prompt, by the measurements of a run: the one place that decides, and says it.
+"""Whether reasoning depends on its prompt, by the measurements of a run: the one place that decides.
 
-It is not said that training fails: on real runs success has gone on rising while reasoning became a template. What
-warns of failure is in `health`. Log, warning, card, report and `diagnose` all say the same. A measurement has a
-verdict only if it could have come out otherwise, and *collapse* is a change: it is said only of reasoning that has
-depended on its prompt before the weights moved on, and whose upper confidence bound has come down.
+`findings` words it. A measurement has a verdict only if it could have come out otherwise, and *collapse* is a change:
+it is said only of reasoning that has depended on its prompt before the weights moved on, and whose upper confidence
+bound has come down.
 """
 
 import math
@@ -26,7 +25,6 @@ Regime = Literal[
     "inconclusive",  # too few reasoning traces to tell
     "foreign",  # less likely under the own prompt than chance allows: not of these prompts, or not of this model
 ]
-Status = Literal["healthy", "recovered", "suspect", "collapsed", "open", "unknown"]
 
 DEPENDENT, COLLAPSES = ("diverse", "compressed"), ("template_collapse", "low_entropy_collapse")
 # The paper publishes no thresholds; these are ours.
@@ -52,9 +50,6 @@ REGIMES = {
     "inconclusive": "Too few reasoning traces to tell",
     "foreign": "Does not belong to these prompts, or not to this model",
 }
-BECOME = {"template_collapse": "a template", "low_entropy_collapse": "nearly the same words for every prompt"}
-NOT_FAILURE = "On real runs success has gone on rising in this state."
-CUT_RATIO = 0.5  # share of completions cut at the length limit, from which that is said to be why nothing is closed
 ROUNDING = 1e-6  # of a hit: means of shares are not exact
 
 
@@ -126,7 +121,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Judgement:
     """What a measurement says, seen with those before it.
 
     Args:
@@ -245,7 +240,7 @@ def follow_dependence(hits: ArrayLike, trials: ArrayLike, chance: ArrayLike, cou
     return Dependence(depends, collapsed=collapsed, **made)
 
 
-def judge(measurements: Sequence[Evidence]) -> list[Finding]:
+def judge(measurements: Sequence[Evidence]) -> list[Judgement]:
     """What each measurement of a run says, in their order."""
     if not measurements:
         return []
@@ -256,7 +251,7 @@ def judge(measurements: Sequence[Evidence]) -> list[Finding]:
         [one.retrieval_chance for one in measurements],
         [one.updates != 0 and not one.is_foreign for one in measurements],
     )
-    findings: list[Finding] = []
+    judgements: list[Judgement] = []
     low_since = None
     for t, evidence in enumerate(measurements):
         before, streak = (int(path.streak[t - 1]) if t else 0), int(path.streak[t])
@@ -266,8 +261,8 @@ def judge(measurements: Sequence[Evidence]) -> list[Finding]:
         bound = LOW_ENTROPY if evidence.step is None else ENTROPY_RATIO * start.conditional_entropy_token
         is_low = evidence.conditional_entropy_token < bound
         trials = int(path.streak_trials[t])
-        findings.append(
-            Finding(
+        judgements.append(
+            Judgement(
                 _regime(evidence, is_low, path, t),
                 evidence,
                 start,
@@ -277,44 +272,25 @@ def judge(measurements: Sequence[Evidence]) -> list[Finding]:
                 upper=upper_bound(float(path.streak_hits[t]), trials, ALPHA) if trials else 1.0,
             )
         )
-    return findings
+    return judgements
 
 
-def collapses(findings: Sequence[Finding]) -> list[Collapse]:
+def collapses(judgements: Sequence[Judgement]) -> list[Collapse]:
     """All there were, the latest last."""
     found = []
-    for is_collapsed, group in groupby(findings, key=lambda finding: finding.is_collapsed):
+    for is_collapsed, group in groupby(judgements, key=lambda judgement: judgement.is_collapsed):
         streak = list(group)
         if is_collapsed:
-            last = None if streak[-1] is findings[-1] else streak[-1].evidence.step
+            last = None if streak[-1] is judgements[-1] else streak[-1].evidence.step
             found.append(Collapse(streak[-1].regime, streak[0].since or 0, last))
     return found
 
 
-def status(findings: Sequence[Finding], step: int = 0) -> Status:
-    """How a run is, after `step` optimizer steps.
-
-    Suspect is one whose last measurement alone is low, and one that could not be measured for more than twice as long
-    as ever before; open is one that nothing can be said of, or that has not depended on its prompt yet.
-    """
-    if not findings:
-        return "unknown"
-    found = collapses(findings)
-    if found and found[-1].last is None:
-        return "collapsed"
-    regime = findings[-1].regime
-    if regime in ("independent", "inconclusive", "foreign"):
-        return "open"
-    if regime == "weaker" or is_stale(findings, step):
-        return "suspect"
-    return "recovered" if found else "healthy"
-
-
-def is_stale(findings: Sequence[Finding], step: int) -> bool:
+def is_stale(judgements: Sequence[Judgement], step: int) -> bool:
     """Whether a run could not be measured for more than twice as long as ever before."""
-    steps = [0, *(finding.evidence.step or 0 for finding in findings)]
+    steps = [0, *(judgement.evidence.step or 0 for judgement in judgements)]
     longest = max(after - before for before, after in pairwise(steps))
-    if len(findings) == 1:  # often at step 1, which does not mean that every step is measured
+    if len(judgements) == 1:  # often at step 1, which does not mean that every step is measured
         longest = max(longest, MIN_STEPS_BETWEEN)
     return step - steps[-1] > 2 * longest
 
@@ -354,126 +330,31 @@ def _regime(evidence: Evidence, is_low: bool, path: Dependence, t: int) -> Regim
     return "independent" if conclusive else "inconclusive"
 
 
-# Text
+def begins(judgements: Sequence[Judgement]) -> bool:
+    """Whether something that should be warned of begins with the last measurement: a template, or foreign completions.
 
-
-def headline(findings: Sequence[Finding], step: int = 0) -> str:
-    """In a few words, whether reasoning depends on its prompt, after `step` optimizer steps of a run.
-
-    >>> headline([])
-    'Not measured'
+    A low-entropy collapse is not: entropy shows it, too. Of one collapse, entropy may cross its bound again and again.
     """
-    if not findings:
-        return "Not measured"
-    last, found, how = findings[-1], collapses(findings), status(findings, step)
-    latest = found[-1] if found else None
-    if how == "collapsed" and latest is not None:
-        text = _become(latest.regime, latest.first)
-    elif how == "open":
-        text = _open(last)
-    elif how == "suspect":
-        text = _suspect(last)
-    elif how == "recovered" and latest is not None:
-        was = f"it was {BECOME[latest.regime]} from step {latest.first} to {latest.last}"
-        text = f"Reasoning depends on its prompt again: {was}"
-    else:
-        text = f"{_subject(last.evidence)} depends on its prompt"
-    return text if last.evidence.valid_thinking_rate != 0 else f"{text} ({_unclosed(last.evidence)})"
+    *earlier, last = judgements
+    if last.regime == "foreign":
+        return not earlier or earlier[-1].regime != "foreign"
+    told = any(one.since == last.since and one.regime == last.regime for one in earlier)
+    return last.regime == "template_collapse" and not told
 
 
-def qualifiers(evidence: Evidence) -> str:
-    """The known qualifiers of a verdict: closed reasoning, success, and the share cut at the length limit."""
-    parts = []
-    if evidence.valid_thinking_rate is not None:
-        parts.append(f"closed reasoning {evidence.valid_thinking_rate:.0%}")
-    if evidence.success is not None:
-        parts.append(f"success {evidence.success:.0%}")
-    if evidence.clipped_ratio is not None:
-        parts.append(f"{evidence.clipped_ratio:.0%} of completions cut at the length limit")
-    return ", ".join(parts)
-
-
-def in_numbers(finding: Finding) -> str:
-    """The numbers behind a verdict, in sentences."""
-    evidence, best, start = finding.evidence, finding.best, finding.start
-    sentences = [
-        f"The own prompt explains {evidence.retrieval_accuracy:.1%} of {evidence.num_completions:.0f} reasoning "
-        f"traces best (chance: {evidence.retrieval_chance:.1%}"
-    ]
-    if finding.is_collapsed and best is not None:
-        sentences[0] += (
-            f"; at step {best.step}: {best.retrieval_accuracy:.1%}), and since step {finding.since} at most "
-            f"{finding.upper:.1%} (99 % confidence)"
-        )
-    else:
-        sentences[0] += f", p = {evidence.p_value:.2g})"
-    was = f" ({start.conditional_entropy_token:.2f} at step {start.step})" if start is not evidence else ""
-    sentences.append(
-        f"Mutual information is {evidence.mi_seq:.2f} of at most {evidence.mi_upper_bound:.2f} nats, entropy "
-        f"{evidence.conditional_entropy_token:.2f} nats per token{was}"
-    )
-    if qualified := qualifiers(evidence):
-        sentences.append(qualified[:1].upper() + qualified[1:])
-    return "".join(f"{sentence}. " for sentence in sentences).strip()
-
-
-def warnings(findings: Sequence[Finding]) -> dict[str, str]:
-    """What begins with the last measurement and should be known, by regime.
-
-    There is none of a low-entropy collapse: entropy shows it, too.
-    """
-    last, before = findings[-1], findings[-2] if len(findings) > 1 else None
-    place = f"Step {last.evidence.step}: "
-    texts: dict[str, str] = {}
-    if last.regime == "foreign" and (before is None or before.regime != "foreign"):
-        texts["foreign"] = f"{place}{headline(findings)}. {in_numbers(last)}"
-    # Of one collapse, entropy may cross its bound again and again.
-    told = any(one.since == last.since and one.regime == last.regime for one in findings[:-1])
-    if last.regime == "template_collapse" and not told:
-        said = _become("template_collapse", last.since)
-        texts["template_collapse"] = f"{place}{said}. {NOT_FAILURE} {in_numbers(last)}"
-    return texts
+def regime_flags(judgement: Judgement) -> dict[str, float]:
+    """What a measurement says, for the logs: 1 or 0 each, and nothing of what it cannot tell."""
+    regime = judgement.regime
+    conclusive = regime in (*DEPENDENT, *COLLAPSES, "independent")
+    flags = {"conclusive": conclusive, "collapsed": judgement.is_collapsed, "low_entropy": judgement.entropy_is_low}
+    if conclusive:
+        flags["depends_on_prompt"] = regime in DEPENDENT
+    return {f"mi/regime/{name}": float(value) for name, value in flags.items()}
 
 
 def collapse_label(collapse: Collapse) -> str:
     """What a collapse is called beside a curve."""
     return "a template" if collapse.regime == "template_collapse" else "the same words"
-
-
-def _become(regime: str, step: int | None) -> str:
-    return f"Reasoning has become {BECOME[regime]}: since step {step} it says little about its prompt"
-
-
-def _subject(evidence: Evidence) -> str:
-    return "What the model writes" if evidence.valid_thinking_rate == 0 else "Reasoning"
-
-
-def _unclosed(evidence: Evidence) -> str:
-    """What was scored where no turn closes its reasoning: because there are no tags, or it was cut off before."""
-    cut = evidence.clipped_ratio
-    why = "" if cut is None or cut < CUT_RATIO else f", {cut:.0%} of completions cut at the length limit"
-    return f"no closed think tag{why}: what was written was scored to its end"
-
-
-def _open(finding: Finding) -> str:
-    evidence = finding.evidence
-    if finding.regime == "foreign":
-        return "The completions do not belong to these prompts, or not to this model"
-    if finding.regime == "inconclusive":
-        return (
-            f"Cannot tell from {evidence.num_completions:.0f} reasoning traces whether they depend on their prompts; "
-            f"{finding.enough} would do"
-        )
-    yet = " yet" if evidence.step is not None and not finding.has_depended else ""
-    beyond, p_value = upper_bound(evidence.hits, evidence.trials, ALPHA), evidence.p_value
-    return f"Dependence on the prompt is not shown{yet} (p = {p_value:.2g}); retrieval beyond {beyond:.0%} is excluded"
-
-
-def _suspect(finding: Finding) -> str:
-    step = finding.evidence.step
-    if finding.regime == "weaker":
-        return f"Depends less on its prompt at step {step} than before, which one measurement cannot tell from chance"
-    return f"{_subject(finding.evidence)} depended on its prompt when last measured, at step {step}"
 
 
 # Exact binomial tails, and the bounds that follow from them: how sure a share of so many trials is. The core does

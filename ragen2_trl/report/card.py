@@ -8,7 +8,6 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from ragen2_trl.instrument.verdict import NOT_FAILURE
 from ragen2_trl.messages import counted, printable
 from ragen2_trl.metrics import (
     ACCURACY,
@@ -209,9 +208,8 @@ def _sentences(run: Run) -> list[str]:
 def _verdict(run: Run) -> str:
     if not run.regimes:
         return "Whether reasoning depends on its prompt was not measured."
-    lost = bool(run.answers) and not run.answers[-1].uses_prompt
-    calm = f" {NOT_FAILURE}" if run.verdict_status == "collapsed" and not lost else ""
-    return f"**{run.verdict}.**{calm}"
+    (finding,) = (one for one in run.findings if one.kind == "reasoning")
+    return " ".join([f"**{finding.sentence}**", *finding.advice])
 
 
 def _health(run: Run) -> list[str]:
