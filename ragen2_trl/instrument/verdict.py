@@ -12,9 +12,6 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
 Regime = Literal[
     "diverse",  # depends on its prompt, and varies between samples
     "compressed",  # depends on its prompt, and hardly varies
@@ -174,104 +171,45 @@ class Collapse:
     last: int | None
 
 
-@dataclass(frozen=True)
-class Dependence:
-    """How dependence went over the measurements of runs; all arrays are (..., T).
-
-    Args:
-        depends: Whether retrieval is above chance at `ALPHA`.
-        best: Measurement before it that depended most surely, by its lower bound; -1 if none did.
-        streak: Measurements in a row, up to this, that lie below `RATIO` of the best one.
-        streak_hits, streak_trials: Hits and reasoning traces of the streak.
-        collapsed: Whether the streak is a collapse.
-    """
-
-    depends: NDArray[np.bool_]
-    best: NDArray[np.int64]
-    streak: NDArray[np.int64]
-    streak_hits: NDArray[np.float64]
-    streak_trials: NDArray[np.int64]
-    collapsed: NDArray[np.bool_]
-
-
-def follow_dependence(hits: ArrayLike, trials: ArrayLike, chance: ArrayLike, counts: ArrayLike = True) -> Dependence:
-    """Follows runs by the counts of their measurements, any number of runs at once.
+def judge(measurements: Sequence[Evidence]) -> list[Judgement]:
+    """What each measurement of a run says, in their order.
 
     With e = (accuracy - chance)/(1 - chance), which is 0 at chance and 1 where every reasoning trace is retrieved: a
     measurement depends if a one-sided binomial test against chance passes at `ALPHA`. It is compared with the earlier
     one whose e has the highest lower bound, at `BEST_ALPHA`, if that is above 0. A collapse is a streak of
     `MIN_STREAK` measurements or more with e below `RATIO` of that bound, whose hits together are too few, at `ALPHA`,
-    for any e that is not.
-
-    Args:
-        hits: (..., T) reasoning traces that were retrieved, of T measurements in their order.
-        trials: Reasoning traces; like the two below, broadcast to the shape of `hits`.
-        chance: Probability of a hit where reasoning does not depend on its prompt.
-        counts: Whether a measurement may end a dependence: not before the weights have moved. None does whose
-            reasoning traces are too few to be told from chance: it could not have come out otherwise.
+    for any e that is not. Measurements before the first update, foreign ones, and those whose reasoning traces are
+    too few to be told from chance say nothing, for or against it.
     """
-    hits = np.asarray(hits, dtype=float)
-    trials, chance, counting = (np.broadcast_to(values, hits.shape) for values in (trials, chance, counts))
-    counting = counting & is_attainable(trials, chance)
-    depends = _at_least(hits, trials, chance) <= ALPHA
-    sure = np.maximum(above_chance(_lower_bound(hits, trials, BEST_ALPHA), chance), 0.0)
-    excess = above_chance(hits / trials, chance)
-    made = {"best": np.zeros(hits.shape, int) - 1, "streak": np.zeros(hits.shape, int)}
-    made |= {"streak_hits": np.zeros(hits.shape), "streak_trials": np.zeros(hits.shape, int)}
-    best, streak, streak_hits, streak_trials = (values[..., 0].copy() for values in made.values())
-    collapsed, before = np.zeros(hits.shape, bool), np.zeros(hits.shape[:-1])
-    for t in range(hits.shape[-1]):
-        low = (before > 0) & (excess[..., t] < RATIO * before)
-        counted = low & counting[..., t]
-        # A measurement that cannot count says nothing, for or against.
-        goes_on = counted | ~counting[..., t]
-        streak = np.where(goes_on, streak + counted, 0)
-        streak_hits = np.where(goes_on, streak_hits + counted * hits[..., t], 0.0)
-        streak_trials = np.where(goes_on, streak_trials + counted * trials[..., t], 0)
-        long = counted & (streak >= MIN_STREAK)
-        if long.any():
-            bound = np.asarray(chance[..., t] + RATIO * before * (1 - chance[..., t]))
-            collapsed[..., t][long] = _at_most(streak_hits[long], streak_trials[long], bound[long]) <= ALPHA
-        for name, values in (("best", best), ("streak", streak), ("streak_hits", streak_hits)):
-            made[name][..., t] = values
-        made["streak_trials"][..., t] = streak_trials
-        best = np.where(sure[..., t] > before, t, best)
-        before = np.maximum(before, sure[..., t])
-    return Dependence(depends, collapsed=collapsed, **made)
-
-
-def judge(measurements: Sequence[Evidence]) -> list[Judgement]:
-    """What each measurement of a run says, in their order."""
-    if not measurements:
-        return []
-    start = measurements[0]
-    path = follow_dependence(
-        [one.hits for one in measurements],
-        [one.trials for one in measurements],
-        [one.retrieval_chance for one in measurements],
-        [one.updates != 0 and not one.is_foreign for one in measurements],
-    )
     judgements: list[Judgement] = []
-    low_since = None
-    for t, evidence in enumerate(measurements):
-        before, streak = (int(path.streak[t - 1]) if t else 0), int(path.streak[t])
-        if streak <= 1:  # where it goes on beyond a measurement that says nothing, it began earlier
-            low_since = low_since if streak == before == 1 else evidence.step
-        best = int(path.best[t])
+    best, least = None, 0.0  # the earlier measurement to compare with, and the lower bound of its e
+    streak: list[Evidence] = []
+    for evidence in measurements:
+        hits, trials, chance = evidence.hits, evidence.trials, evidence.retrieval_chance
+        counts = evidence.updates != 0 and not evidence.is_foreign and is_attainable(trials, chance)
+        is_low = best is not None and above_chance(hits / trials, chance) < RATIO * least
+        if counts:
+            streak = [*streak, evidence] if is_low else []
+        of_streak = sum(one.hits for one in streak), sum(one.trials for one in streak)
+        is_collapsed = counts and len(streak) >= MIN_STREAK
+        is_collapsed = is_collapsed and at_most(*of_streak, chance + RATIO * least * (1 - chance)) <= ALPHA
+        start = measurements[0]
         bound = LOW_ENTROPY if evidence.step is None else ENTROPY_RATIO * start.conditional_entropy_token
-        is_low = evidence.conditional_entropy_token < bound
-        trials = int(path.streak_trials[t])
+        has_low_entropy = evidence.conditional_entropy_token < bound
         judgements.append(
             Judgement(
-                _regime(evidence, is_low, path, t),
+                _regime(evidence, has_low_entropy, is_collapsed, len(streak)),
                 evidence,
                 start,
-                is_low,
-                best=measurements[best] if best >= 0 else None,
-                since=low_since if path.collapsed[t] else None,
-                upper=upper_bound(float(path.streak_hits[t]), trials, ALPHA) if trials else 1.0,
+                has_low_entropy,
+                best=best,
+                since=streak[0].step if is_collapsed else None,
+                upper=upper_bound(*of_streak, ALPHA) if streak else 1.0,
             )
         )
+        sure = above_chance(lower_bound(hits, trials, BEST_ALPHA), chance)
+        if sure > least:
+            best, least = evidence, sure
     return judgements
 
 
@@ -295,14 +233,14 @@ def is_stale(judgements: Sequence[Judgement], step: int) -> bool:
     return step - steps[-1] > 2 * longest
 
 
-def is_attainable(trials: Any, chance: Any) -> Any:
+def is_attainable(trials: int, chance: float) -> bool:
     """Whether so many reasoning traces, all of them retrieved, would be told from chance at `ALPHA`."""
     return chance**trials <= ALPHA
 
 
-def above_chance(accuracy: Any, chance: Any) -> Any:
+def above_chance(accuracy: float, chance: float) -> float:
     """0 at chance, 1 where every reasoning trace is retrieved."""
-    return (accuracy - chance) / np.maximum(1 - np.asarray(chance), 1e-12)
+    return (accuracy - chance) / max(1 - chance, 1e-12)
 
 
 def _is_conclusive(hits: float, trials: int, chance: float) -> bool:
@@ -317,15 +255,15 @@ def _is_conclusive(hits: float, trials: int, chance: float) -> bool:
     return at_least(hits, trials, chance) <= ALPHA or at_most(hits, trials, chance + RATIO * (1 - chance)) <= ALPHA
 
 
-def _regime(evidence: Evidence, is_low: bool, path: Dependence, t: int) -> Regime:
+def _regime(evidence: Evidence, has_low_entropy: bool, is_collapsed: bool, streak: int) -> Regime:
     if evidence.is_foreign:
         return "foreign"
-    if path.collapsed[t]:
-        return "low_entropy_collapse" if is_low else "template_collapse"
-    if path.streak[t] == 1:
+    if is_collapsed:
+        return "low_entropy_collapse" if has_low_entropy else "template_collapse"
+    if streak == 1:
         return "weaker"
-    if path.depends[t]:
-        return "compressed" if is_low else "diverse"
+    if evidence.p_value <= ALPHA:
+        return "compressed" if has_low_entropy else "diverse"
     conclusive = _is_conclusive(evidence.hits, evidence.trials, evidence.retrieval_chance)
     return "independent" if conclusive else "inconclusive"
 
@@ -426,8 +364,3 @@ def _sum(counts: range, trials: int, chance: float) -> float:
         for k in counts
     )
     return min(1.0, math.fsum(terms))
-
-
-_at_least = np.vectorize(at_least, otypes=[float])
-_at_most = np.vectorize(at_most, otypes=[float])
-_lower_bound = np.vectorize(lower_bound, otypes=[float])
