@@ -148,7 +148,9 @@ class RunRecord(TrainerCallback):
                 write_run(self.trainer)
             callbacks = self.trainer.callback_handler.callbacks
             if not any(isinstance(one, TrainingProgressCallback) for one in callbacks):  # whose table says all this
-                said = [one.sentence for one in run_of(self.trainer).findings if one.name != "not_measured"]
+                run = run_of(self.trainer)
+                known = (one for one in run.findings if one.kind != "data" and one.name != "not_measured")
+                said = [finding.sentence for finding in known]
                 logger.warning(" ".join(["Training has ended.", *said, next_command("report", args.output_dir)]))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -45,7 +45,7 @@ from ragen2_trl.cli.samples import (
 )
 from ragen2_trl.cli.typed import InputError, checked_input, parse, parser_of
 from ragen2_trl.envs import DatasetEnvironment, TaskMixture
-from ragen2_trl.instrument.answers import AnswerEvidence, answers_said, measure_answers
+from ragen2_trl.instrument.answers import AnswerEvidence, measure_answers
 from ragen2_trl.instrument.diagnosis import (
     Measurement,
     NotMeasurableError,
@@ -53,11 +53,12 @@ from ragen2_trl.instrument.diagnosis import (
     measure_first_turn,
     measure_trajectory,
 )
-from ragen2_trl.instrument.health import COUNT, State, health
+from ragen2_trl.instrument.findings import Finding, answer_findings, reasoning_finding, training_finding
+from ragen2_trl.instrument.health import COUNT, health
 from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
-from ragen2_trl.instrument.verdict import LOW_ENTROPY, Evidence, Finding, chance_p_value, headline, in_numbers, judge
+from ragen2_trl.instrument.verdict import Evidence, Judgement, chance_p_value, judge
 from ragen2_trl.messages import counted, printable
 from ragen2_trl.metrics import ANSWER, metric
 from ragen2_trl.record.files import DIAGNOSIS_FILE, write_json
@@ -85,7 +86,7 @@ class Diagnosis:
 
     Args:
         sample: The completions.
-        finding: What `judge` makes of them, with those of earlier files.
+        judgement: What `judge` makes of them, with those of earlier files.
         metrics: From `information_metrics`, and `valid_thinking_rate` (fraction of turns), `tokens_forwarded` (padding
             included), `sampling_seconds`, `scoring_seconds` and their sum `seconds`; `success` and `clipped_ratio`
             where they are known.
@@ -96,7 +97,7 @@ class Diagnosis:
     """
 
     sample: Completions
-    finding: Finding
+    judgement: Judgement
     metrics: dict[str, float]
     measurement: Measurement
     turns: dict[int, Turn]
@@ -127,13 +128,11 @@ def main(args: list[str] | None = None) -> None:
 
     last = diagnoses[-1]
     console.print(metrics_table(last, title, caption))
-    for sentence in answer_sentences(diagnoses):
-        console.print(Text(sentence))
-    console.print(Text(verdict(diagnoses)))
-    if (state := training_state(diagnoses)) is not None:
-        console.print(Text(state.sentence))
+    for finding in find(diagnoses):
+        console.print(Text(finding.text))
     if control is not None:
-        console.print(Text(f"Control, the observation withheld: {in_numbers(control.finding)}"))
+        said = reasoning_finding([control.judgement])
+        console.print(Text(f"Control, the observation withheld: {said.sentence} ({said.figures})"))
     show_examples(console, last, tokenizer)
     written = write(diagnoses, control, script_args, folder, tokenizer)
     console.print(Text(f"{', '.join(written)} are in {folder}; ragen2-trl report {folder} shows them"))
@@ -226,12 +225,12 @@ def diagnose_all(
         for sample, (_, _, metrics, _, _) in zip(samples, measured, strict=True)
     ]
     diagnoses = []
-    for sample, finding, found in zip(samples, judge(evidence), measured, strict=True):
+    for sample, judgement, found in zip(samples, judge(evidence), measured, strict=True):
         measurement, turns, metrics, later, of_answers = found
         known = {"success": sample.success, "clipped_ratio": sample.clipped_ratio}
         metrics |= {name: value for name, value in known.items() if value is not None}
         metrics |= {"sampling_seconds": sampling_seconds, "seconds": sampling_seconds + metrics["scoring_seconds"]}
-        diagnoses.append(Diagnosis(sample, finding, metrics, measurement, turns, later, of_answers))
+        diagnoses.append(Diagnosis(sample, judgement, metrics, measurement, turns, later, of_answers))
     return diagnoses
 
 
@@ -294,14 +293,12 @@ def write(
     last = diagnoses[-1]
     report = {
         "metrics": last.metrics,
-        "regime": last.finding.regime,
-        "verdict": verdict(diagnoses),
-        "answers": answer_sentences(diagnoses),
-        "health": None if (state := training_state(diagnoses)) is None else state.sentence,
+        "regime": last.judgement.regime,
+        "findings": [finding.to_dict() for finding in find(diagnoses)],
         "later_turns": {f"turn_{position + 1}": _told(later) for position, later in last.later.items()},
-        "control": control and {"regime": control.finding.regime, "metrics": control.metrics},
+        "control": control and {"regime": control.judgement.regime, "metrics": control.metrics},
         "path": [
-            {"label": one.label, "step": one.sample.step, "regime": one.finding.regime, "metrics": one.metrics}
+            {"label": one.label, "step": one.sample.step, "regime": one.judgement.regime, "metrics": one.metrics}
             | ({} if one.answers is None else {"answers": one.answers})
             for one in diagnoses
         ],
@@ -324,7 +321,7 @@ def write(
             [one.turns[i].context for i in found.columns],
             [one.turns[i].reasoning for i in found.trajectories],
             tokenizer.decode,
-            one.finding.regime,
+            one.judgement.regime,
             rewards=torch.empty(0, 1),
         ).save(output_dir)
     write_json(output_dir / DIAGNOSIS_FILE, report, indent=2)
@@ -394,33 +391,22 @@ def metrics_table(diagnosis: Diagnosis, title: str, caption: str) -> Table:
     return table
 
 
-def verdict(diagnoses: Sequence[Diagnosis]) -> str:
-    """What was found in a sentence, by which numbers, and how low entropy was told."""
-    finding = diagnoses[-1].finding
-    low = "" if finding.entropy_is_low else "not "
-    bound = (
-        f"H(Z|X) is {low}below {LOW_ENTROPY} nats per token, an absolute bound, as there is no start of a run to "
-        "compare with."
-        if finding.evidence.step is None
-        else f"H(Z|X) is {low}below half of that in the first file."
-    )
-    return f"{headline([one.finding for one in diagnoses])}. {in_numbers(finding)} {bound}"
-
-
-def answer_sentences(diagnoses: Sequence[Diagnosis]) -> list[str]:
-    """Whether answers use their prompt, and whether they use the reasoning; empty where that was not measured."""
-    return answers_said([AnswerEvidence.of(one.answers, one.sample.step) for one in diagnoses if one.answers])
-
-
-def training_state(diagnoses: Sequence[Diagnosis]) -> State | None:
-    """The state of training over files of several steps; `None` where they are too few to tell."""
+def find(diagnoses: Sequence[Diagnosis]) -> list[Finding]:
+    """What was found: the state of training, if the files have enough steps to tell it, then answers and reasoning."""
     keys = {"valid_thinking_rate": "mi/valid_thinking_rate", "success": "eval/env/saved/success"}
     state = health(
         {"step": number if one.sample.step is None else one.sample.step, COUNT: len(one.sample.groups)}
         | {key: one.metrics[name] for name, key in keys.items() if name in one.metrics}
         for number, one in enumerate(diagnoses)
     ).state
-    return None if state.name == "too_early" else state
+    answers = [AnswerEvidence.of(one.answers, one.sample.step) for one in diagnoses if one.answers]
+    return [
+        *([] if state.name == "too_early" else [training_finding(state)]),
+        *answer_findings(answers),
+        reasoning_finding(
+            [one.judgement for one in diagnoses], answers_lost=bool(answers) and not answers[-1].uses_prompt
+        ),
+    ]
 
 
 def show_examples(console: Console, diagnosis: Diagnosis, tokenizer: PreTrainedTokenizerBase) -> None:

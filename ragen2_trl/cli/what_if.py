@@ -51,7 +51,7 @@ def main(args: list[str] | None = None) -> None:
 def show(console: Console, found: WhatIf) -> None:
     """Faults first, then the table, the advice, and what was read. Prompts and names in it are escaped."""
     for fault in found.faults:
-        console.print(Text(printable(f"Wrong: {fault}"), style="bold"))
+        console.print(Text(printable(f"Wrong: {fault.text}"), style="bold"))
     if found.remedies:
         console.print(remedy_table(found))
     console.print(Text(printable(found.advice), style="bold"))

@@ -9,19 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.instrument.answers import AnswerEvidence, answers_said
-from ragen2_trl.instrument.health import NAMES, Health, State, health, is_number
-from ragen2_trl.instrument.verdict import (
-    Collapse,
-    Evidence,
+from ragen2_trl.instrument.answers import AnswerEvidence
+from ragen2_trl.instrument.findings import (
     Finding,
-    Status,
-    collapses,
-    headline,
-    judge,
-    qualifiers,
-    status,
+    answer_findings,
+    log_findings,
+    nothing_learnt,
+    reasoning_finding,
+    training_finding,
 )
+from ragen2_trl.instrument.health import NAMES, Health, State, health, is_number
+from ragen2_trl.instrument.verdict import Collapse, Evidence, Judgement, collapses, judge
 from ragen2_trl.messages import counted
 from ragen2_trl.metrics import ANSWER, CLIPPED, EMPTY_STEPS, FIRST_TURN, KEPT, STEP_OF_MI, VALID_THINKING
 from ragen2_trl.record.checks import MAX_STEP, check_about, check_evaluation, check_history, check_state
@@ -169,6 +167,29 @@ class Run:
 
     @cached_property
     def findings(self) -> list[Finding]:
+        """What may be said of the run: of its training, answers, reasoning and log, in this order.
+
+        First comes the state of training. There is none of a diagnosis, and nothing is said of episodes alone.
+        """
+        if self.is_played:
+            return []
+        answers = answer_findings(self.answers)
+        lost = bool(self.answers) and not self.answers[-1].uses_prompt
+        of_reasoning = reasoning_finding(self.judgements, self.step, self.silence, lost)
+        if self.is_diagnosed:
+            return [*answers, of_reasoning]
+        state = training_finding(self.health.state)
+        kept = self.points(KEPT)
+        return [
+            replace(state, severity="note") if state.severity == "good" and self.is_below_random else state,
+            *([nothing_learnt()] if kept and not any(share for _, share in kept) else []),
+            *answers,
+            of_reasoning,
+            *log_findings(self.log_history, len(self.rows), self.problems),
+        ]
+
+    @cached_property
+    def judgements(self) -> list[Judgement]:
         """What each measurement says, seen with those before it."""
         return judge(self.evidence)
 
@@ -195,19 +216,14 @@ class Run:
         return found
 
     @property
-    def answers_said(self) -> list[str]:
-        """Sentences: whether answers use their prompt, and whether they use the reasoning; empty where unknown."""
-        return answers_said(self.answers)
-
-    @property
     def regimes(self) -> list[tuple[int, str]]:
         """(optimizer step, regime) of each measurement."""
-        return [(finding.evidence.step or 0, finding.regime) for finding in self.findings]
+        return [(one.evidence.step or 0, one.regime) for one in self.judgements]
 
     @property
     def collapses(self) -> list[Collapse]:
         """All there were, the latest last."""
-        return collapses(self.findings)
+        return collapses(self.judgements)
 
     @property
     def status(self) -> str:
@@ -222,28 +238,37 @@ class Run:
             return f"finished {counted(self.step, 'step')}"
         return f"stopped at step {self.step}{planned}"
 
+    # What printers still read in place of `findings`.
+
+    def _said(self, kind: str) -> list[Finding]:
+        return [finding for finding in self.findings if finding.kind == kind]
+
     @property
     def verdict(self) -> str:
-        """In a few words, whether reasoning depends on its prompt."""
         if self.is_played:
             return "Episodes alone, no training"
-        return headline(self.findings, self.step)
+        return self._said("reasoning")[0].sentence.rstrip(".")
 
     @property
     def beside(self) -> str:
-        """The known qualifiers of the verdict: closed reasoning, success, and the share cut at the length limit."""
-        return qualifiers(self.evidence[-1]) if self.evidence else ""
+        names = {"valid_thinking_rate": "closed reasoning", "success": "success", "clipped_ratio": "cut"}
+        known = self._said("reasoning")[0].numbers
+        return ", ".join(f"{said} {known[name]:.0%}" for name, said in names.items() if name in known)
 
     @property
-    def verdict_status(self) -> Status:
-        """`unknown`, `open`, `collapsed`, `suspect`, `recovered` or `healthy`: see `ragen2_trl.instrument.verdict`."""
-        return status(self.findings, self.step)
+    def answers_said(self) -> list[str]:
+        return [finding.sentence for finding in self._said("answers")]
+
+    @property
+    def verdict_status(self) -> str:
+        suspect, unsure = ("weaker", "stale"), ("independent", "inconclusive", "foreign")
+        looks = {"dependent": "healthy", "recovered": "recovered", "not_measured": "unknown"}
+        looks |= {**dict.fromkeys(suspect, "suspect"), **dict.fromkeys(unsure, "open")}
+        return next((looks.get(one.name, "collapsed") for one in self._said("reasoning")), "unknown")
 
     @property
     def has_learnt_nothing(self) -> bool:
-        """Whether no step had a group to train on, so that the weights are those that the run began with."""
-        kept = self.points(KEPT)
-        return bool(kept) and not any(share for _, share in kept)
+        return any(finding.name == "nothing_learnt" for finding in self.findings)
 
     @property
     def filters_nothing(self) -> bool:
