@@ -127,7 +127,6 @@ def what_if_parser() -> argparse.ArgumentParser:
     )
     add("--seed", type=int, default=0, help="Seed of the bootstrap and the replays (default: 0).")
     add("--json", type=Path, metavar="FILE", help="File for all numbers as JSON; /dev/stdout prints them.")
-    add("--html", type=Path, metavar="FILE", help="File for the table as one HTML page that opens offline.")
     return parser
 
 

@@ -14,7 +14,7 @@ Writes `diagnosis.json`, `matrix.png`, `quadrant.png` and what was sampled.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import transformers
 import trl
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -55,29 +54,23 @@ from ragen2_trl.instrument.diagnosis import (
 )
 from ragen2_trl.instrument.findings import Finding, answer_findings, reasoning_finding, training_finding
 from ragen2_trl.instrument.health import COUNT, health
-from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
-from ragen2_trl.instrument.verdict import Evidence, Judgement, chance_p_value, judge
+from ragen2_trl.instrument.verdict import Evidence, Judgement, judge
 from ragen2_trl.messages import counted, printable
-from ragen2_trl.metrics import ANSWER, metric
+from ragen2_trl.record.facts import Fact, Value, facts
 from ragen2_trl.record.files import DIAGNOSIS_FILE, write_json
+from ragen2_trl.record.run import read_run
 from ragen2_trl.record.saved_measurement import SavedMeasurement
 from ragen2_trl.record.settings import public
 from ragen2_trl.report import plot_matrix, plot_quadrant
+from ragen2_trl.report.tables import facts_table, print_findings
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows
 from ragen2_trl.saved_state import replace_whole
 
 NUM_EXAMPLES = 2  # of each kind
 MAX_SHOWN_CHARS, MAX_SHOWN_LINES = 400, 10  # of each text of an example
-WITHOUT_OWN_WORDS = "model's earlier words left out"
-SHOWN_OF_ANSWERS = (
-    "prompt_win_rate",
-    "prompt_swap_bits",
-    "thought_swap_bits",
-    "thought_swap_in_group_bits",
-    "same_across",
-)
+WITHOUT_OWN_WORDS = "the model's earlier words left out"
 
 
 @dataclass(frozen=True)
@@ -127,14 +120,13 @@ def main(args: list[str] | None = None) -> None:
             control = None
 
     last = diagnoses[-1]
-    console.print(metrics_table(last, title, caption))
-    for finding in find(diagnoses):
-        console.print(Text(finding.text))
+    written = write(diagnoses, control, script_args, folder, tokenizer)
+    console.print(facts_table([*facts(read_run(folder)), *facts_beside(last)], beginning(title), caption))
+    print_findings(console, find(diagnoses))
     if control is not None:
         said = reasoning_finding([control.judgement])
         console.print(Text(f"Control, the observation withheld: {said.sentence} ({said.figures})"))
     show_examples(console, last, tokenizer)
-    written = write(diagnoses, control, script_args, folder, tokenizer)
     console.print(Text(f"{', '.join(written)} are in {folder}; ragen2-trl report {folder} shows them"))
 
 
@@ -339,56 +331,22 @@ def _told(measurement: Measurement) -> dict[str, Any]:
     return {"metrics": measurement.metrics, "without_own_words": without and without.metrics}
 
 
-def metrics_table(diagnosis: Diagnosis, title: str, caption: str) -> Table:
-    """The metrics of a diagnosis; p is the probability of so high a retrieval accuracy by chance."""
-    metrics = diagnosis.metrics
-    table = Table(title=Text(beginning(title)), caption=Text(caption))  # file names can be hostile too
-    for name in ("", "value", "by chance", "p"):
-        table.add_column(name, justify="left" if name == "" else "right")
-
-    def add_retrieval(label: str, found: Mapping[str, float], key: str = "") -> None:
-        accuracy, chance = found[f"retrieval_accuracy{key}"], found[f"retrieval_chance{key}"]
-        of_depth = {**found, "retrieval_accuracy": accuracy, "retrieval_chance": chance}
-        table.add_row(label, f"{accuracy:.1%}", f"{chance:.1%}", f"{chance_p_value(of_depth):.2g}")
-
-    for key in ("", *(f"@{depth}" for depth in RETRIEVAL_DEPTHS)):
-        if metrics[f"retrieval_chance{key}"] < 1:  # with no more prompts than places every trace is a hit
-            add_retrieval(f"retrieval accuracy{key}", metrics, key)
+def facts_beside(diagnosis: Diagnosis) -> list[Fact]:
+    """What `diagnosis.json` holds of the last sample beside the facts of a run: later turns, and what it took."""
+    found = []
     for position, later in diagnosis.later.items():
-        add_retrieval(f"turn {position + 1}: retrieval accuracy", later.metrics)
-        if later.without_own_words:
-            add_retrieval(f"turn {position + 1}, {WITHOUT_OWN_WORDS}", later.without_own_words.metrics)
-    table.add_section()
-    for label, key in (
-        ("I(X;Z), nats per token", "mi_token"),
-        ("I(X;Z) per token, as in RAGEN's code", "mi_token_tempered"),
-        ("H(Z|X), nats per token", "conditional_entropy_token"),
-        ("H(Z), nats per token", "marginal_entropy_token"),
-    ):
-        table.add_row(label, f"{metrics[key]:.3f}")
-    bound = metrics["mi_upper_bound"]
-    table.add_row(f"I(X;Z), nats (at most log N = {bound:.2f})", f"{metrics['mi_seq']:.2f}")
-    if diagnosis.answers:
-        table.add_section()
-        for name, value in diagnosis.answers.items():
-            if (one := metric(f"{ANSWER}/{name}")) is not None and name in SHOWN_OF_ANSWERS:
-                chance = "50.0%" if name == "prompt_win_rate" else ""
-                table.add_row(f"answers: {name.replace('_', ' ')}", one.text(value), chance)
-    table.add_section()
-    for label, key in (
-        ("closed reasoning", "valid_thinking_rate"),
-        ("success", "success"),
-        ("cut at the length limit", "clipped_ratio"),
-    ):
-        if key in metrics:
-            table.add_row(label, f"{metrics[key]:.1%}")
-    table.add_row(
-        "reasoning traces / distinct prompts", f"{metrics['num_completions']:.0f} / {metrics['num_prompts']:.0f}"
-    )
-    table.add_row("tokens forwarded", f"{metrics['tokens_forwarded']:,.0f}")
-    parts = f" ({metrics['sampling_seconds']:.1f} of them sampling)" if metrics["sampling_seconds"] else ""
-    table.add_row(f"seconds{parts}", f"{metrics['seconds']:.1f}")
-    return table
+        name, without = f"turn {position + 1}: retrieval accuracy", later.without_own_words
+        note = f"{without.metrics['retrieval_accuracy']:.1%} with {WITHOUT_OWN_WORDS}" if without else ""
+        value = Value(later.metrics["retrieval_accuracy"], None, f"chance {later.metrics['retrieval_chance']:.1%}")
+        found.append(Fact(f"turn_{position + 1}", name, "fraction", value, note=note))
+    metrics = diagnosis.metrics
+    sampling = f"{metrics['sampling_seconds']:,.0f} of them sampling" if metrics["sampling_seconds"] else ""
+    return [
+        *found,
+        Fact("num_prompts", "distinct prompts", "count", Value(metrics["num_prompts"])),
+        Fact("tokens_forwarded", "tokens forwarded", "count", Value(metrics["tokens_forwarded"])),
+        Fact("seconds", "seconds", "count", Value(metrics["seconds"]), note=sampling),
+    ]
 
 
 def find(diagnoses: Sequence[Diagnosis]) -> list[Finding]:

@@ -11,7 +11,6 @@ of `trl.ModelConfig`. A run lives in `runs/<run_name>/`: the model, `log_history
 """
 
 import argparse
-import json
 import shutil
 import sys
 from contextlib import ExitStack
@@ -51,7 +50,6 @@ from ragen2_trl.record.files import (
     EPISODES,
     MEASUREMENTS,
     OUTCOMES,
-    read_text,
     write_json,
 )
 from ragen2_trl.record.lock import alone_in

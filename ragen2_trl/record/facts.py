@@ -189,7 +189,9 @@ def _held_out(run: Run) -> list[Fact]:
     ends = [None if metrics is None else _success(metrics) for metrics in (before, after)]
     found = [Fact(HELD_OUT, "held-out success", "fraction", ends[1], ends[0], note=_note(notes))]
     for key in (key for key in known[-1] if key.endswith("/success")):  # of several tasks that of each
-        ends = [_success(metrics, key) if metrics and is_number(metrics.get(key)) else None for metrics in (before, after)]
+        ends = [
+            _success(metrics, key) if metrics and is_number(metrics.get(key)) else None for metrics in (before, after)
+        ]
         task = key.removesuffix("/success")
         found.append(Fact(f"{HELD_OUT}/{task}", f"held-out success on {task}", "fraction", ends[1], ends[0]))
     return found

@@ -18,7 +18,7 @@ from ragen2_trl.instrument.findings import (
     reasoning_finding,
     training_finding,
 )
-from ragen2_trl.instrument.health import NAMES, Health, State, health, is_number
+from ragen2_trl.instrument.health import NAMES, Health, health, is_number
 from ragen2_trl.instrument.verdict import Collapse, Evidence, Judgement, collapses, judge
 from ragen2_trl.messages import counted
 from ragen2_trl.metrics import ANSWER, CLIPPED, EMPTY_STEPS, FIRST_TURN, KEPT, STEP_OF_MI, VALID_THINKING
@@ -140,21 +140,6 @@ class Run:
         return [one for one in found if one[1]]
 
     @property
-    def outcome(self) -> str:
-        """How the run ended, beside how it began, in a sentence; nothing where no success and no reward is known."""
-        before, after = (self.evaluations.get(when) for when in ("before", "after"))
-        if after:
-            began = f"{before['success']:.1%} → " if before else ""
-            interval = f"95 % interval {after['success_ci_low']:.1%} to {after['success_ci_high']:.1%}"
-            return f"Held-out success {began}{after['success']:.1%} ({interval})."
-        if not self.outcomes:
-            return ""
-        name, points, is_fraction = self.outcomes[0]
-        first, last = (f"{value:.1%}" if is_fraction else f"{value:.3f}" for _, value in (points[0], points[-1]))
-        subject = name[:1].upper() + name[1:]
-        return f"{subject} {first} → {last}." if len(points) > 1 else f"{subject} {last}."
-
-    @property
     def is_below_random(self) -> bool:
         """Whether held-out success ended no better than random play, where that was measured."""
         after = self.evaluations.get("after", {})
@@ -198,12 +183,6 @@ class Run:
         """The states of training, by the log rows."""
         return health(self.log_history, self.health_keys)
 
-    @property
-    def state(self) -> State | None:
-        """The last state of training; `None` where nothing was trained, or too little to tell."""
-        is_told = not (self.is_played or self.is_diagnosed) and self.health.state.name != "too_early"
-        return self.health.state if is_told else None
-
     @cached_property
     def answers(self) -> list[AnswerEvidence]:
         """What each measurement of answers found, by the log rows."""
@@ -237,38 +216,6 @@ class Run:
         if self.step >= self.max_steps:
             return f"finished {counted(self.step, 'step')}"
         return f"stopped at step {self.step}{planned}"
-
-    # What printers still read in place of `findings`.
-
-    def _said(self, kind: str) -> list[Finding]:
-        return [finding for finding in self.findings if finding.kind == kind]
-
-    @property
-    def verdict(self) -> str:
-        if self.is_played:
-            return "Episodes alone, no training"
-        return self._said("reasoning")[0].sentence.rstrip(".")
-
-    @property
-    def beside(self) -> str:
-        names = {"valid_thinking_rate": "closed reasoning", "success": "success", "clipped_ratio": "cut"}
-        known = self._said("reasoning")[0].numbers
-        return ", ".join(f"{said} {known[name]:.0%}" for name, said in names.items() if name in known)
-
-    @property
-    def answers_said(self) -> list[str]:
-        return [finding.sentence for finding in self._said("answers")]
-
-    @property
-    def verdict_status(self) -> str:
-        suspect, unsure = ("weaker", "stale"), ("independent", "inconclusive", "foreign")
-        looks = {"dependent": "healthy", "recovered": "recovered", "not_measured": "unknown"}
-        looks |= {**dict.fromkeys(suspect, "suspect"), **dict.fromkeys(unsure, "open")}
-        return next((looks.get(one.name, "collapsed") for one in self._said("reasoning")), "unknown")
-
-    @property
-    def has_learnt_nothing(self) -> bool:
-        return any(finding.name == "nothing_learnt" for finding in self.findings)
 
     @property
     def filters_nothing(self) -> bool:

@@ -271,7 +271,9 @@ def plot_held_out(curves: Mapping[str, HeldOutCurve]) -> Figure:
         steps = [point.step for point in curve.points]
         success, low, high = zip(*((point.success, point.low, point.high) for point in curve.points), strict=True)
         style = look(number)
-        axes.plot(steps, success, label=name, marker=MARKERS[number % len(MARKERS)] if len(steps) <= MANY else None, **style)
+        axes.plot(
+            steps, success, label=name, marker=MARKERS[number % len(MARKERS)] if len(steps) <= MANY else None, **style
+        )
         axes.fill_between(steps, low, high, color=style["color"], alpha=0.18, linewidth=0)
         if len(steps) == 1:  # a band of no width
             axes.vlines(steps, low, high, color=style["color"])
