@@ -25,6 +25,7 @@ from ragen2_trl.metrics import (
     MARGINAL_ENTROPY,
     VALID_THINKING,
     ZERO_VARIANCE,
+    in_unit,
     label,
     metric,
 )
@@ -95,25 +96,16 @@ class Fact:
         return self.label if self.unit in ("", "fraction", "count") else f"{self.label} ({self.unit})"
 
     def number(self, value: Value | None) -> str:
-        """A value as tables write it; empty for none.
-
-        >>> Fact("x", "x", "fraction", None).number(Value(0.5)), Fact("x", "x", "nats", None).number(Value(-0.001))
-        ('50.0%', '0.00')
-        """
-        if value is None:
-            return ""
-        if self.unit == "fraction":
-            return f"{value.number:.1%}"
-        if self.unit == "count":
-            return f"{value.number:,.0f}"
-        is_short = self.unit == AGAINST_TRL or self.unit.startswith("nats")
-        return f"{round(value.number, 2) + 0.0:.2f}" if is_short else f"{value.number:.3f}"
+        """A value as tables write it; empty for none."""
+        return "" if value is None else in_unit(value.number, self.unit)
 
     def text(self, value: Value | None, with_step: bool = False) -> str:
         """A value with what it must be read with, and with its step where that is asked for."""
-        beside = "" if value is None or not value.beside else f" ({value.beside})"
-        step = f" (step {value.step})" if with_step and value is not None and value.step is not None else ""
-        return f"{self.number(value)}{beside}{step}"
+        if value is None:
+            return ""
+        step = f"step {value.step}" if with_step and value.step is not None else ""
+        beside = ", ".join(filter(None, [value.beside, step]))
+        return f"{self.number(value)} ({beside})" if beside else self.number(value)
 
 
 def facts(run: Run) -> list[Fact]:
@@ -270,9 +262,8 @@ def _logged(run: Run, key: str, points: Sequence[tuple[int, float]], limit: str 
     if not points or one is None:
         return []
     at = dict(run.points(limit)) if limit else {}
-    plain = Fact(key, "", one.unit, None)
     values = [
-        Value(number, step, f"{label(limit)} {plain.number(Value(at[step]))}" if step in at else "")
+        Value(number, step, f"{label(limit)} {in_unit(at[step], one.unit)}" if step in at else "")
         for step, number in points
     ]
     name = one.label or f"{'answers: ' * key.startswith(ANSWER)}{key.rpartition('/')[2].replace('_', ' ')}"

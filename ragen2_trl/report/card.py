@@ -38,7 +38,7 @@ def add_diagnostics(
     revision: str = "main",
     prompt: Sequence[Mapping[str, str]] | None = None,
 ) -> None:
-    """Add a run's diagnostics to a card: outcome and findings at its head, a section before its citations, tags, the model index.
+    """Add a run's diagnostics to a card: a paragraph at its head, a section before its citations, tags, a model index.
 
     Every number comes from `diagnostics/trainer_state.json`, which is uploaded beside the card, and from held-out
     evaluations where there are any.
@@ -159,7 +159,7 @@ def file_url(repo_id: str | None, path: str, revision: str = "main") -> str | No
 
 
 def _sentences(run: Run) -> list[str]:
-    """Outcome, findings but those that say what is missing, in bold where they call for action, and state of the run."""
+    """Outcome, findings (but those of missing data; in bold where they call for action), and state of the run."""
     said = [f"**{inline(outcome(run))}**"] if outcome(run) else []
     for finding in run.findings:
         if finding.kind != "data" and finding.name != "too_early":
@@ -183,10 +183,9 @@ def _table(found: Sequence[Fact]) -> list[str]:
     ]
     lines = [f"| {' | '.join(map(inline, row))} |" for row in rows]
     means = (
-        f"Success in training, reward, policy entropy and what the filter kept are means over up to {MEAN_OVER} logged "
-        f"steps, measurements of reasoning are single ones. All of it follows from "
-        f"[`{DIAGNOSTICS}/{STATE_FILE}`]({DIAGNOSTICS}/{STATE_FILE}) and, without a curve, from held-out evaluations "
-        "beside it."
+        f"Numbers of training are means over up to {MEAN_OVER} logged steps, measurements of reasoning single ones. "
+        f"They come from [`{DIAGNOSTICS}/{STATE_FILE}`]({DIAGNOSTICS}/{STATE_FILE}) and, without a curve, from the "
+        "held-out evaluations beside it."
     )
     return ["| | first | last | best | |", "|---|---|---|---|---|", *lines, "", means, ""]
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from ragen2_trl.instrument.findings import Finding
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.messages import counted, printable
-from ragen2_trl.metrics import ACCURACY, ENTROPY, INFORMATION, KEPT
+from ragen2_trl.metrics import ACCURACY, INFORMATION, KEPT
 from ragen2_trl.record.facts import COMPUTED, SAMPLED, Fact, facts, outcomes
 from ragen2_trl.record.files import EPISODES, MEASUREMENTS, UNREADABLE, unreadable
 from ragen2_trl.record.held_out import differ, tasks_to_tell
@@ -23,7 +23,7 @@ from ragen2_trl.report.samples import Group, pick_samples
 from ragen2_trl.report.style import svg
 
 TEMPLATE = "report.html.jinja"
-COLUMNS = (SAMPLED, COMPUTED, KEPT, ACCURACY, INFORMATION, ENTROPY)  # of the first table, beside the outcome
+COLUMNS = (SAMPLED, COMPUTED, KEPT, ACCURACY, INFORMATION)  # of the first table, beside the outcome
 MAX_PROBLEMS = 8  # files of a run that cannot be read
 MAX_NAMED = 3  # runs in the headline
 MAX_DIFFERING = 4  # settings beside the name of a run
@@ -92,7 +92,9 @@ def render_report(runs: Sequence[Run]) -> str:
     labels = distinct_labels(list(distinct))
     parts = [_make_part(label, run) for label, run in zip(labels, distinct.values(), strict=True)]
     settings = _table([part.run.settings for part in parts])
-    titles = {fact.key: fact.title for part in parts for fact in part.facts if fact.key in COLUMNS}
+    titles = {fact.key: _upper(fact.title) for part in parts for fact in part.facts if fact.key in COLUMNS}
+    named = dict.fromkeys(part.outcome.title for part in parts if part.outcome)
+    titles["outcome"] = _upper(" or ".join(named)) or "Outcome"
     page: str = _template().render(
         headline=headline(parts),
         parts=parts,
@@ -143,6 +145,10 @@ def headline(parts: Sequence[RunSection]) -> str:
         since = "" if finding.since is None else f" since step {finding.since}"
         said.append(f"“{part.label}”: {finding.name.replace('_', ' ')}{since}")
     return "; ".join(said)
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _control(run: Run) -> str:

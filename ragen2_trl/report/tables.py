@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +21,7 @@ def facts_table(facts: Sequence[Fact], title: str, caption: str = "") -> Table:
         ends = (fact.text(value).replace(" (", "\n(", 1) for value in (fact.first, fact.last))
         best = f"best {fact.text(fact.best, with_step=True)}; " if fact.best not in (None, fact.last) else ""
         rows.append((fact.title, *ends, f"{best}{fact.note}".removesuffix("; ")))
-    table = Table(title=Text(printable(title)), caption=Text(caption))
+    table = Table(title=Text(printable(title)), caption=Text(caption), box=SIMPLE_HEAD)
     columns = [("", "left"), ("first", "right"), ("last", "right"), ("", "left")]
     shown = [n for n in range(len(columns)) if n == 0 or any(row[n] for row in rows)]
     for name, justify in (columns[n] for n in shown):
