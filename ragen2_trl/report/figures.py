@@ -274,8 +274,9 @@ def plot_held_out(curves: Mapping[str, HeldOutCurve]) -> Figure:
         axes.plot(
             steps, success, label=name, marker=MARKERS[number % len(MARKERS)] if len(steps) <= MANY else None, **style
         )
-        axes.fill_between(steps, low, high, color=style["color"], alpha=0.18, linewidth=0)
-        if len(steps) == 1:  # a band of no width
+        if len(steps) > 1:
+            axes.fill_between(steps, low, high, color=style["color"], alpha=0.18, linewidth=0)
+        else:  # a band of no width
             axes.vlines(steps, low, high, color=style["color"])
         if curve.random_baseline is not None:
             axes.axhline(curve.random_baseline, **GUIDE_LINE | {"color": style["color"]})
