@@ -4,6 +4,7 @@ import json
 
 import pytest
 from diagnosed import run
+from ragen2_trl.report.summary import summarize
 from transformers import TrainerState
 
 from ragen2_trl import cli
@@ -12,7 +13,6 @@ from ragen2_trl.metrics import ANSWER
 from ragen2_trl.record.run import read_run, run_of_state
 from ragen2_trl.report.card import diagnostics_section, headline
 from ragen2_trl.report.page import render_report
-from ragen2_trl.report.summary import summarize
 
 RETRIEVAL = {
     "retrieval_chance": 1 / 16,

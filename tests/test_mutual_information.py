@@ -14,12 +14,11 @@ from trl import GRPOTrainer, RLOOTrainer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
 from ragen2_trl.instrument import judge
 from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN
+from ragen2_trl.record.facts import facts
 from ragen2_trl.record.run import run_of, run_of_state
 from ragen2_trl.record.saved_measurement import read_measurement
-from ragen2_trl.report.card import headline
+from ragen2_trl.report.figures import points_of
 from ragen2_trl.report.page import render_report
-from ragen2_trl.report.plots import points_of
-from ragen2_trl.report.summary import summarize
 
 
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer, SNRFilteredGRPOTrainer])
@@ -119,7 +118,8 @@ def test_a_row_holds_the_latest_measurement_of_its_steps_and_the_card_tells_of_i
     assert logged == pytest.approx(saved[1].metrics)
     assert logged["mi_seq"] != pytest.approx(saved[0].metrics["mi_seq"])
     assert row["mi/first_turn/retrieval_accuracy"] == measuring.watch.measurements[-1].retrieval_accuracy
-    assert f"Retrieval accuracy at step 4: {saved[1].metrics['retrieval_accuracy']:.1%} of the" in headline(told)
+    (fact,) = (fact for fact in facts(told) if fact.key == "mi/first_turn/retrieval_accuracy")
+    assert (fact.last.step, fact.last.number) == (4, pytest.approx(saved[1].metrics["retrieval_accuracy"]))
 
 
 def test_reasonings_are_subsampled_and_prompts_only_above_their_bound(policy_path, prompts, make_args):
@@ -249,13 +249,13 @@ def test_a_measurement_is_of_one_step_wherever_it_is_told(policy_path, prompts, 
     trainer, _ = run(SNRFilteredGRPOTrainer, policy_path, args, prompts, callback={"every": 4})
     assert [row["step"] for row in rows_of(trainer)] == [4, 8]
     told = run_of(trainer)
-    first_and_last = summarize(trainer.state, tmp_path)["mutual_information"]
+    (fact,) = (fact for fact in facts(told) if fact.key == ROW)
     for steps in (
         [evidence.step for evidence in told.evidence],
         [read_measurement(path).step for path in told.measurements],
         [step for step, _ in told.points(ROW)],
         [step for step, _ in points_of(told.rows, ROW)],
-        [first_and_last[end]["step"] for end in ("first", "last")],
+        [fact.first.step, fact.last.step],
         [evidence.step for evidence in run_of_state(tmp_path, TrainerState(log_history=told.log_history)).evidence],
     ):
         assert steps == [3, 7]

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from test_verdicts import run_of
-
 from ragen2_trl.callbacks.regime_watch import RegimeWatch
+from test_verdicts import run_of
 
 
 def follow(measurements, watch=None):

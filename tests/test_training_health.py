@@ -104,8 +104,9 @@ def test_each_state_is_reached_by_training(policy_path, prompts, make_args, capl
     trainer = SNRFilteredGRPOTrainer(policy_path, rewards, args=args, train_dataset=prompts, rollout_func=write)
     trainer.train()
     run = read_run(tmp_path / "run")
-    assert run.state == health(trainer.state.log_history).state
-    assert run.state.name == name and since in (None, run.state.since) and why.lower() in run.state.why.lower()
+    found, _ = run.findings[:2]
+    assert found == training_finding(health(trainer.state.log_history).state)
+    assert found.name == name and since in (None, found.since) and why.lower() in found.sentence.lower()
     begun = run.health.history[-1]
     assert any(f"{begun.title} since step {begun.since}" in record.message for record in caplog.records)
     trainer.create_model_card()

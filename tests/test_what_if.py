@@ -1,7 +1,6 @@
 """`ragen2-trl what-if`: the logs that it reads, on real runs, and the one line for what cannot be read."""
 
 import csv
-import html
 import json
 import os
 import pickle
@@ -475,18 +474,6 @@ def test_a_flag_out_of_range_is_named(tmp_path, capsys, arguments, part):
     assert ended.value.code == 2 and part in capsys.readouterr().err
 
 
-def test_the_page_loads_nothing_and_escapes_what_a_model_wrote(tmp_path, capsys):
-    rows = [
-        {"prompt": "<script>alert(1)</script>", "completion": "x", "<b>form": float(member), "solved": 1.0, "step": 1}
-        for member in (0, 1)
-    ]
-    shown(capsys, write_lines(tmp_path / "<i>.jsonl", rows), "--html", tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    for tag in ("<script", "<b>", "<i>", "src=", 'href="http'):
-        assert tag not in page
-    assert "&lt;b&gt;form" in page and "<svg" in page and "nonzero" in page
-
-
 def test_escape_codes_in_prompts_and_names_do_not_reach_the_terminal(tmp_path, capsys):
     rows = [
         {"prompt": "\x1b]0;owned\x07\x1b[2J", "completion": "x", "\x1b[31mform": float(member), "solved": 1.0}
@@ -494,27 +481,6 @@ def test_escape_codes_in_prompts_and_names_do_not_reach_the_terminal(tmp_path, c
     ]
     out = shown(capsys, write_lines(tmp_path / "rows.jsonl", rows))
     assert "form" in out and "\x1b" not in out and "\x07" not in out
-
-
-# The report
-
-
-def test_the_report_of_a_run_says_what_would_pay_as_the_command_does(run, tmp_path):
-    found = what_if(run)
-    cli.main(["report", str(run), "--output", str(tmp_path / "report.html")])
-    page = html.unescape((tmp_path / "report.html").read_text())
-    for said in (found.advice, *found.faults, *found.notes[:1], *(one.finding for one in found.remedies)):
-        assert said in page, said
-
-
-def test_the_report_says_why_a_log_cannot_tell_what_would_pay(run, tmp_path):
-    for path in (run / "completions").iterdir():
-        rows = pd.read_parquet(path)
-        (tmp_path / "run" / "completions").mkdir(parents=True, exist_ok=True)
-        rows.iloc[:1].to_parquet(tmp_path / "run" / "completions" / path.name)
-    shutil.copytree(run / "checkpoint-3", tmp_path / "run" / "checkpoint-3")
-    cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "report.html")])
-    assert "Remedies cannot be estimated" in (tmp_path / "report.html").read_text()
 
 
 HOSTILE = {
@@ -525,12 +491,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_record_of_any_content_leaves_the_rest_of_the_report(what, run, tmp_path, capsys):
+def test_a_record_of_any_content_is_read_or_refused_in_a_line(what, run, tmp_path, capsys):
     (tmp_path / "run" / "_measurements").mkdir(parents=True)
     shutil.copytree(run / "checkpoint-3", tmp_path / "run" / "checkpoint-3")
     write_lines(tmp_path / "run" / "_measurements" / "group_rewards.jsonl", [HOSTILE[what]])
-    cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "report.html")])
-    assert "success" in (tmp_path / "report.html").read_text()
     if what == "reward":
         assert "2 completions are read" in " ".join(shown(capsys, tmp_path / "run").split())
     else:
