@@ -118,7 +118,7 @@ def test_a_row_holds_the_latest_measurement_of_its_steps_and_the_card_tells_of_i
     logged = {key: row[f"mi/first_turn/{key}"] for key in saved[0].metrics}
     assert logged == pytest.approx(saved[1].metrics)
     assert logged["mi_seq"] != pytest.approx(saved[0].metrics["mi_seq"])
-    assert row["mi/first_turn/retrieval_accuracy"] == measuring.watch.measurements[-1].retrieval_accuracy
+    assert row["mi/first_turn/retrieval_accuracy"] == measuring.evidence[-1].retrieval_accuracy
     assert f"Retrieval accuracy at step 4: {saved[1].metrics['retrieval_accuracy']:.1%} of the" in headline(told)
 
 
@@ -184,8 +184,8 @@ def test_a_resumed_run_logs_what_the_uninterrupted_run_logs(policy_path, prompts
             if key.startswith("mi/") and key != "mi/seconds":
                 assert row[key] == pytest.approx(value, abs=1e-6), key
     assert again.ema["first_turn"].values == pytest.approx(watching.ema["first_turn"].values)
-    assert [finding.regime for finding in judge(again.watch.measurements)] == [
-        finding.regime for finding in judge(watching.watch.measurements)
+    assert [finding.regime for finding in judge(again.evidence)] == [
+        finding.regime for finding in judge(watching.evidence)
     ]
     ema_differs = [
         row["mi/first_turn/mi_zscore_ema_seq"] != row["mi/first_turn/mi_zscore_seq"] for row in rows_of(whole)
@@ -305,7 +305,7 @@ def test_what_stands_beside_a_pooled_measurement_is_of_all_that_was_measured(
     if resume:
         checkpoint = str(tmp_path / "run" / "checkpoint-1")
         trainer, measuring = run(*arguments, {"every": 3, "min_prompts": 3}, resume=checkpoint)
-    (evidence,) = measuring.watch.measurements
+    (evidence,) = measuring.evidence
     assert evidence.success == pytest.approx(0.4)
     cut = [row["completions/clipped_ratio"] for row in trainer.state.log_history[:3]]
     assert evidence.clipped_ratio == pytest.approx(sum(cut) / 3)

@@ -503,7 +503,8 @@ def test_the_report_of_a_run_says_what_would_pay_as_the_command_does(run, tmp_pa
     found = what_if(run)
     cli.main(["report", str(run), "--output", str(tmp_path / "report.html")])
     page = html.unescape((tmp_path / "report.html").read_text())
-    for said in (found.advice, *found.faults, *found.notes[:1], *(one.finding for one in found.remedies)):
+    faults = [fault.text for fault in found.faults]
+    for said in (found.advice, *faults, *found.notes[:1], *(one.finding for one in found.remedies)):
         assert said in page, said
 
 
@@ -558,7 +559,7 @@ def test_weights_that_a_plain_run_does_not_save_are_named_where_they_matter(poli
     trainer.train()
     trainer.save_state()
     found, given = what_if(tmp_path / "run"), what_if(tmp_path / "run", reward_weights=[1.0, 0.2])
-    faults = " ".join(found.faults)
+    faults = " ".join(one.text for one in found.faults)
     assert "other weights" in faults and "rounding" not in faults
     told, more = ([note for note in one.notes if "--reward_weights" in note] for one in (found, given))
     assert len(told) == 1 and "first, second" in told[0] and not more
