@@ -8,14 +8,14 @@ from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset
 from measured_runs import ROW, length_reward, rloo_args, rows_of, run, warnings_of
 from replay import GROUP_SIZE, KEPT, REWARDS, Replay
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerState
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
 from ragen2_trl.instrument import judge
 from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN
 from ragen2_trl.record.facts import facts
-from ragen2_trl.record.run import run_of, run_of_state
+from ragen2_trl.record.run import run_of
 from ragen2_trl.record.saved_measurement import read_measurement
 from ragen2_trl.report.figures import points_of
 from ragen2_trl.report.page import render_report
@@ -117,7 +117,7 @@ def test_a_row_holds_the_latest_measurement_of_its_steps_and_the_card_tells_of_i
     logged = {key: row[f"mi/first_turn/{key}"] for key in saved[0].metrics}
     assert logged == pytest.approx(saved[1].metrics)
     assert logged["mi_seq"] != pytest.approx(saved[0].metrics["mi_seq"])
-    assert row["mi/first_turn/retrieval_accuracy"] == measuring.watch.measurements[-1].retrieval_accuracy
+    assert row["mi/first_turn/retrieval_accuracy"] == measuring.evidence[-1].retrieval_accuracy
     (fact,) = (fact for fact in facts(told) if fact.key == "mi/first_turn/retrieval_accuracy")
     assert (fact.last.step, fact.last.number) == (4, pytest.approx(saved[1].metrics["retrieval_accuracy"]))
 
@@ -184,8 +184,8 @@ def test_a_resumed_run_logs_what_the_uninterrupted_run_logs(policy_path, prompts
             if key.startswith("mi/") and key != "mi/seconds":
                 assert row[key] == pytest.approx(value, abs=1e-6), key
     assert again.ema["first_turn"].values == pytest.approx(watching.ema["first_turn"].values)
-    assert [finding.regime for finding in judge(again.watch.measurements)] == [
-        finding.regime for finding in judge(watching.watch.measurements)
+    assert [finding.regime for finding in judge(again.evidence)] == [
+        finding.regime for finding in judge(watching.evidence)
     ]
     ema_differs = [
         row["mi/first_turn/mi_zscore_ema_seq"] != row["mi/first_turn/mi_zscore_seq"] for row in rows_of(whole)
@@ -256,7 +256,6 @@ def test_a_measurement_is_of_one_step_wherever_it_is_told(policy_path, prompts, 
         [step for step, _ in told.points(ROW)],
         [step for step, _ in points_of(told.rows, ROW)],
         [fact.first.step, fact.last.step],
-        [evidence.step for evidence in run_of_state(tmp_path, TrainerState(log_history=told.log_history)).evidence],
     ):
         assert steps == [3, 7]
 
@@ -305,7 +304,7 @@ def test_what_stands_beside_a_pooled_measurement_is_of_all_that_was_measured(
     if resume:
         checkpoint = str(tmp_path / "run" / "checkpoint-1")
         trainer, measuring = run(*arguments, {"every": 3, "min_prompts": 3}, resume=checkpoint)
-    (evidence,) = measuring.watch.measurements
+    (evidence,) = measuring.evidence
     assert evidence.success == pytest.approx(0.4)
     cut = [row["completions/clipped_ratio"] for row in trainer.state.log_history[:3]]
     assert evidence.clipped_ratio == pytest.approx(sum(cut) / 3)

@@ -522,7 +522,7 @@ def test_weights_that_a_plain_run_does_not_save_are_named_where_they_matter(poli
     trainer.train()
     trainer.save_state()
     found, given = what_if(tmp_path / "run"), what_if(tmp_path / "run", reward_weights=[1.0, 0.2])
-    faults = " ".join(found.faults)
+    faults = " ".join(one.text for one in found.faults)
     assert "other weights" in faults and "rounding" not in faults
     told, more = ([note for note in one.notes if "--reward_weights" in note] for one in (found, given))
     assert len(told) == 1 and "first, second" in told[0] and not more

@@ -268,11 +268,6 @@ def run_of(trainer: Any) -> Run:
     )
 
 
-def run_of_state(folder: Path, state: Any) -> Run:
-    """The run that a `TrainerState` is of, without its settings."""
-    return _make_run(folder, vars(state), {}, {})
-
-
 def read_run(folder: Path) -> Run:
     """The run that left its files in `folder`.
 
