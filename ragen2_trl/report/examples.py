@@ -10,13 +10,13 @@ from statistics import fmean, pvariance
 from typing import Any
 
 from ragen2_trl.columns import GENERATION
-from ragen2_trl.envs import completion_text
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.record.files import UNREADABLE, unreadable
-from ragen2_trl.record.parquet import open_parquet, rows_of
+from ragen2_trl.record.rows import read_table, reward_columns
 from ragen2_trl.record.run import Run
 from ragen2_trl.record.saved_measurement import SavedMeasurement, read_measurement
 from ragen2_trl.record.settings import reward_weights_of
+from ragen2_trl.text import message_text
 
 MAX_CHARS = 1500  # of a text
 MAX_PROMPTS, MAX_SHARED = 8, 4  # of a run, and of several runs together
@@ -136,8 +136,8 @@ def read_groups(run: Run, problems: list[str]) -> list[Group]:
     """
     for path in reversed(run.completions):
         try:
-            rows = rows_of(open_parquet(path))
-            rows = [row for row in rows if row.get(GENERATION) == rows[-1].get(GENERATION)]
+            rows = read_table(path)
+            rows = [row for row in rows if row[GENERATION] == rows[-1][GENERATION]]
             return sorted(_groups(rows, run, problems), key=lambda group: -group.variance)
         except UNREADABLE as error:
             problems.append(unreadable(path, error))
@@ -225,7 +225,7 @@ def _groups(rows: Sequence[Mapping[str, Any]], run: Run, problems: list[str]) ->
     weights = _weights(names, run, problems)
     by_prompt: dict[str, list[Completion]] = {}
     for row in rows:
-        rewards = {name: row[name] for name in names if is_number(row[name])}
+        rewards = {name: row[name] for name in names if is_number(row.get(name))}
         total = sum(weight * rewards[name] for name, weight in zip(names, weights, strict=True) if name in rewards)
         completion = Completion(
             excerpt(as_text(row["completion"])),
@@ -256,13 +256,11 @@ def _weights(names: Sequence[str], run: Run, problems: list[str]) -> list[float]
 
 
 def _reward_columns(rows: Sequence[Mapping[str, Any]], run: Run) -> list[str]:
-    """The reward functions among the columns, by what was logged of them; without a log, all numbers."""
+    """The reward functions among the columns, by what was logged of them."""
     if run.is_diagnosed:  # whose tables hold numbers that are no rewards
-        return [name for name in ("success",) if rows and name in rows[0]]
+        return [name for name in ("success",) if name in rows[0]]
     logged = {key.split("/")[1] for row in run.rows for key in row if key.startswith("rewards/")}
-    others = ("step", "prompt", "completion", "advantage", GENERATION)
-    columns = [name for name in (rows[0] if rows else {}) if name not in others]
-    return [name for name in columns if name in logged or (not logged and any(is_number(row[name]) for row in rows))]
+    return reward_columns(rows[0], logged)
 
 
 def as_text(messages: str | Sequence[str | Mapping[str, Any]]) -> str:
@@ -279,6 +277,6 @@ def as_text(messages: str | Sequence[str | Mapping[str, Any]]) -> str:
             texts.append(message)
             continue
         calls = message.get("tool_calls")
-        said = completion_text([{**message, "role": "assistant"}]) + (json.dumps(calls) if calls else "")
+        said = message_text(message) + (json.dumps(calls) if calls else "")
         texts.append(said if len(messages) == 1 else f"[{message.get('role')}]\n{said}")
     return "\n".join(texts)
