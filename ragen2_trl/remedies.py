@@ -25,8 +25,9 @@ from ragen2_trl.filtering import group_score, zero_variance
 from ragen2_trl.instrument.findings import ADVICE, Finding
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.messages import counted
-from ragen2_trl.record.completions import CompletionLog, Count, read_completion_log, text_of
+from ragen2_trl.record.completions import CompletionLog, Count, read_completion_log
 from ragen2_trl.sampling.policy import AUDIT, Pilots, Policy, PromptSelection
+from ragen2_trl.text import flatten
 from ragen2_trl.trainers.dealing import Sharing, deal_rows
 from ragen2_trl.trainers.prompt_tree import tree_size
 from ragen2_trl.trainers.selection import Groups, equal_rewards, seeded_generator, strategy_of
@@ -185,11 +186,10 @@ def token_counter(name: str) -> Count:
             if isinstance(prompt, str):
                 ids = tokenizer(prompt)["input_ids"]
             else:
-                messages = [{key: value for key, value in one.items() if value is not None} for one in prompt]
-                made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+                made = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
                 ids = made["input_ids"]
             last[:] = prompt, len(ids)
-        text = text_of("completion", completion, "the log")
+        text = flatten(completion, joint="\n")
         return last[1], len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1
 
     return count

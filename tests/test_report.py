@@ -504,7 +504,7 @@ CASES = [
     (with_odd_measurement, ["prompt_index must be between 0 and 7"], [NUMBERS, READ]),
     (with_stray_rows, ["No step in 2 of 10 log rows"], [NUMBERS, READ]),
     (without_any_step, ["No step in 10 of 10 log rows"], [READ]),
-    (with_prompts_of_strings, [], [NUMBERS, READ]),
+    (with_prompts_of_strings, ["completions_00010.parquet cannot be read"], [NUMBERS]),
     (with_prompts_of_numbers, ["completions_00010.parquet cannot be read"], [NUMBERS]),
     (with_groups_of_groups, ["measurement_00010.json cannot be read", "scores must have shape (groups,)"], [NUMBERS]),
     (with_brackets_without_end, ["measurement_00010.json cannot be read", "RecursionError"], [NUMBERS, READ]),

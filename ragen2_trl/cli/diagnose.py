@@ -35,7 +35,6 @@ from ragen2_trl.cli.samples import (
     COMPLETIONS_FILE,
     CONTROL_FILE,
     Completions,
-    find_files,
     has_ids,
     read_generations,
     read_sample,
@@ -172,8 +171,11 @@ def _diagnose_sampled(
 def _diagnose_saved(
     arguments: DiagnoseArguments, name: str, line: ProgressLine
 ) -> tuple[list[Diagnosis], PreTrainedTokenizerBase, str, str]:
+    notes: list[str] = []
     with checked_input():
-        files, tables = read_generations(find_files(Path(arguments.completions or "")))
+        files, tables = read_generations(Path(arguments.completions or ""), notes)
+    for note in notes:
+        line.note(printable(note))
     model, tokenizer = load_model(arguments.model)
     samples = [read_sample(tokenizer, table, file.stem) for file, table in zip(files, tables, strict=True)]
     own = has_ids(tables[-1])

@@ -33,11 +33,13 @@ from ragen2_trl.record.files import (
     MEASUREMENTS,
     RUN_FILE,
     STATE_FILE,
+    measured_step,
     numbered,
     read_json,
     write_json,
 )
 from ragen2_trl.record.held_out import HeldOutCurve, curves_of
+from ragen2_trl.record.rows import find_files
 from ragen2_trl.record.settings import settings_of, settings_of_state, versions_of_packages
 
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
@@ -226,8 +228,10 @@ class Run:
     def completions(self) -> list[Path]:
         """Files of completions that TRL has saved, by step, or that a diagnosis has sampled."""
         if self.is_diagnosed:
-            return [path for path in (self.folder / "completions.parquet",) if path.exists()]
-        return numbered(self.folder / "completions", "completions", ".parquet", self.step)
+            return [path for path in (self.folder / "completions.parquet",) if path.is_file()]
+        folder = self.folder / "completions"
+        files = find_files(folder) if folder.is_dir() else []
+        return [file for file in files if (measured_step(file) or 0) <= self.step]
 
 
 def step_of(row: Mapping[str, Any], key: str) -> int:

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from ragen2_trl.instrument.diagnosis import Measurement
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.messages import counted
 from ragen2_trl.metrics import (
@@ -336,21 +336,8 @@ def points_of(log_history: Rows, *keys: str | None) -> Series:
 # Of measurements
 
 
-class Matrix(Protocol):
-    """What `plot_matrix` needs of a measurement."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-    @property
-    def cross_logps(self) -> torch.Tensor: ...
-    @property
-    def lengths(self) -> torch.Tensor: ...
-    @property
-    def prompt_index(self) -> torch.Tensor: ...
-
-
 @drawn_in_style
-def plot_matrix(measurement: Matrix) -> Figure:
+def plot_matrix(measurement: Measurement | SavedMeasurement) -> Figure:
     """Draw how well each reasoning trace is explained by each prompt, next to the prompt that explains it best.
 
     Rows are reasoning traces, sorted by their own prompt; columns are prompts in that same order; the own one is

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ragen2_trl.columns import GENERATION
-from ragen2_trl.envs import completion_text
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.record.files import EPISODES, EVALUATION, TRAINING, UNREADABLE, measured_step, numbered, unreadable
-from ragen2_trl.record.parquet import open_parquet, rows_of
+from ragen2_trl.record.rows import read_table, reward_columns
 from ragen2_trl.record.run import Run
 from ragen2_trl.record.saved_episodes import read_episodes
 from ragen2_trl.record.settings import reward_weights_of
+from ragen2_trl.text import message_text
 
 MAX_CHARS = 3000  # of a text
 
@@ -53,11 +53,11 @@ class Group:
 
 @dataclass(frozen=True)
 class _Text:
-    """A completion or an episode of a file."""
+    """A completion or an episode of a file; `rank` orders those of a prompt, the better the higher."""
 
     prompt: str
     text: str
-    reward: float | None
+    rank: float
     earned: str
 
 
@@ -90,10 +90,9 @@ def pick_samples(run: Run, problems: list[str]) -> list[Group]:
     for file, texts in zip(filter(None, (early, late)), ends, strict=True):
         prompt = max(sorted(shared or texts), key=lambda prompt: sum(_spread(end.get(prompt, ())) for end in ends))
         step = measured_step(file[0])
-        ranked = sorted(texts[prompt], key=_rank, reverse=True)
         groups.setdefault(prompt, []).extend(
             Sample(f"step {step}" if step else "", one.earned, excerpt(one.text))
-            for one in (ranked if len(ranked) < 2 else (ranked[0], ranked[-1]))
+            for one in dict.fromkeys((texts[prompt][0], texts[prompt][-1]))
         )
     return [Group(excerpt(prompt), samples) for prompt, samples in groups.items()]
 
@@ -123,57 +122,46 @@ def _episodes(path: Path) -> list[_Text]:
     for one in read_episodes(path):
         said = next((n for n, message in enumerate(one.messages) if message["role"] == "assistant"), len(one.messages))
         earned = f"{'solved' if one.success else 'not solved'}, return {_number(one.episode_return)}"
-        reward = (one.episode_return or 0.0) + (1e9 if one.success else 0.0)  # a solved one is better than any other
-        found.append(_Text(as_text(one.messages[:said]), as_text(one.messages[said:]), reward, earned))
+        found.append(_Text(as_text(one.messages[:said]), as_text(one.messages[said:]), float(one.success), earned))
     return found
 
 
 def _completions(path: Path, run: Run) -> list[_Text]:
     """Those of the last generation of a file."""
-    rows = rows_of(open_parquet(path))
-    rows = [row for row in rows if row.get(GENERATION) == rows[-1].get(GENERATION)]
-    names = _reward_columns(rows, run)
+    rows = read_table(path)
+    rows = [row for row in rows if row[GENERATION] == rows[-1][GENERATION]]
+    logged = {key.split("/")[1] for row in run.rows for key in row if key.startswith("rewards/")}
+    names = reward_columns(rows[0], [*logged])
+    if run.is_diagnosed:  # which has no rewards among its numbers
+        names = [name for name in ("success",) if name in rows[0]]
     weights = reward_weights_of(run.settings, names) or [1.0] * len(names)
     found = []
     for row in rows:
-        known = [weight * row[name] for name, weight in zip(names, weights, strict=True) if is_number(row[name])]
-        reward = sum(known) if known else None
-        found.append(_Text(as_text(row["prompt"]), as_text(row["completion"]), reward, f"reward {_number(reward)}"))
+        known = [weight * row[name] for name, weight in zip(names, weights, strict=True) if is_number(row.get(name))]
+        earned = f"reward {_number(sum(known) if known else None)}"
+        rank = sum(known) if known else -math.inf
+        found.append(_Text(as_text(row["prompt"]), as_text(row["completion"]), rank, earned))
     return found
 
 
-def _reward_columns(rows: Sequence[Mapping[str, Any]], run: Run) -> list[str]:
-    """The reward functions among the columns, by what was logged of them; without a log, all numbers."""
-    columns = list(rows[0]) if rows else []
-    if run.is_diagnosed:  # whose tables hold numbers that are no rewards
-        return [name for name in ("success",) if name in columns]
-    logged = {key.split("/")[1] for row in run.rows for key in row if key.startswith("rewards/")}
-    others = ("step", "prompt", "completion", "advantage", GENERATION)
-    columns = [name for name in columns if name not in others]
-    return [name for name in columns if name in logged or (not logged and any(is_number(row[name]) for row in rows))]
-
-
 def _by_prompt(texts: Sequence[_Text]) -> dict[str, list[_Text]]:
+    """The texts of each prompt, the best first."""
     groups: dict[str, list[_Text]] = {}
-    for one in texts:
+    for one in sorted(texts, key=lambda one: -one.rank):
         groups.setdefault(one.prompt, []).append(one)
     return groups
 
 
-def _rank(one: _Text) -> float:
-    return -math.inf if one.reward is None else one.reward
-
-
 def _spread(texts: Sequence[_Text]) -> float:
-    rewards = [one.reward for one in texts if one.reward is not None]
-    return max(rewards) - min(rewards) if rewards else 0.0
+    ranks = [one.rank for one in texts if math.isfinite(one.rank)]
+    return max(ranks) - min(ranks) if ranks else 0.0
 
 
 def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.4g}"
 
 
-def as_text(messages: str | Sequence[str | Mapping[str, Any]]) -> str:
+def as_text(messages: str | Sequence[Mapping[str, Any]]) -> str:
     """A prompt or a completion as one text, with the role above each message where there are several.
 
     >>> as_text([{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Up."}])
@@ -181,12 +169,10 @@ def as_text(messages: str | Sequence[str | Mapping[str, Any]]) -> str:
     """
     if isinstance(messages, str):
         return messages
-    texts = []
-    for message in messages:
-        if isinstance(message, str):
-            texts.append(message)
-            continue
-        calls = message.get("tool_calls")
-        said = completion_text([{**message, "role": "assistant"}]) + (json.dumps(calls) if calls else "")
-        texts.append(said if len(messages) == 1 else f"[{message.get('role')}]\n{said}")
-    return "\n".join(texts)
+    texts = [
+        message_text(one) + (json.dumps(one["tool_calls"], default=str) if one.get("tool_calls") else "")
+        for one in messages
+    ]
+    if len(texts) == 1:
+        return texts[0]
+    return "\n".join(f"[{one['role']}]\n{text}" for one, text in zip(messages, texts, strict=True))
