@@ -84,7 +84,7 @@ def test_one_trainer_trains_twice_and_tells_of_the_second_time(policy_path, tmp_
     trainer.args.max_steps = 2
     trainer.train()
     run = run_of(trainer)
-    assert (run.status, run.resumed_at, len(run.rows), len(run.regimes)) == ("finished 2 steps", [], 2, 2)
+    assert (run.status, run.resumed_at, len(run.rows), len(run.judgements)) == ("finished 2 steps", [], 2, 2)
     assert len(run.measurements) == 2
     assert read_card(tmp_path / "run").count(HEADING) == 1
 

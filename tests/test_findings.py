@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 from diagnosed import run
-from transformers import TrainerState
 
 from ragen2_trl.instrument.findings import ADVICE, SEVERITIES, log_findings, reasoning_finding, training_finding
 from ragen2_trl.instrument.health import CAUSES, TITLES, State, why_flat
 from ragen2_trl.metrics import ANSWER
-from ragen2_trl.record.run import read_run, run_of_state
+from ragen2_trl.record.run import read_run
 from ragen2_trl.report.card import diagnostics_section
 from ragen2_trl.report.page import render_report
 
@@ -34,7 +33,8 @@ def row(step, wins, bits, accuracy, **others):
 
 
 def run_of(tmp_path, rows):
-    return run_of_state(tmp_path, TrainerState(log_history=rows, global_step=rows[-1]["step"], max_steps=100))
+    (tmp_path / "log_history.json").write_text(json.dumps(rows))
+    return read_run(tmp_path)
 
 
 TEMPLATE = [row(step, 0.93, 0.9 if step < 30 else 0.05, 1.0 if step < 30 else 0.06) for step in range(10, 60, 10)]
@@ -44,9 +44,9 @@ LOST = [row(step, 0.93 if step < 30 else 0.5, 0.05, 1.0 if step < 30 else 0.06) 
 def test_training_comes_first_then_answers_then_reasoning_then_the_log(tmp_path):
     broken = {"step": 60, "reward": float("nan")}
     found = run_of(tmp_path, [*TEMPLATE, broken]).findings
-    names = ["too_early", "prompt_used", "reasoning_hardly_used", "template_collapse", "not_finite"]
+    names = ["too_early", "prompt_used", "reasoning_hardly_used", "template_collapse", "unreadable", "not_finite"]
     assert [finding.name for finding in found] == names
-    assert [finding.kind for finding in found] == ["training", "answers", "answers", "reasoning", "data"]
+    assert [finding.kind for finding in found] == ["training", "answers", "answers", "reasoning", "data", "data"]
     json.dumps([finding.to_dict() for finding in found], allow_nan=False)
 
 

@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 from ragen2_trl.cli import train
 from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.envs import FrozenLake, make_env
-from ragen2_trl.instrument.verdict import Collapse, Evidence
+from ragen2_trl.instrument.verdict import Evidence
 from ragen2_trl.record.run import Run, read_run
 from ragen2_trl.record.saved_measurement import SavedMeasurement, read_measurement
 from ragen2_trl.record.settings import public
@@ -57,6 +57,11 @@ def write_state(folder, step, rows, max_steps=100, ended=False, measurements=())
 
 def rows(last):
     return [row(step) for step in range(1, last + 1)]
+
+
+def collapses_of(run):
+    """(regime at its end, first step) of each collapse."""
+    return list({one.since: (one.regime, one.since) for one in run.judgements if one.is_collapsed}.values())
 
 
 def said_of(run):
@@ -181,7 +186,7 @@ def test_a_folder_without_a_run_is_refused_by_name(tmp_path):
 def test_a_run_that_logged_nothing_is_told_as_far_as_it_came(tmp_path):
     write_state(tmp_path / "diagnostics", 0, [])
     run = read_run(tmp_path)
-    assert (run.status, run.rows, run.collapses) == ("unfinished: at step 0 of 100", [], [])
+    assert (run.status, run.rows, run.judgements) == ("unfinished: at step 0 of 100", [], [])
     assert [finding.name for finding in run.findings] == ["too_early", "not_measured", "unreadable", "no_rows"]
     assert (run.success_metric, run.points("reward")) == (None, [])
 
@@ -206,23 +211,23 @@ def test_an_evaluation_after_training_is_shown_only_when_training_is_over(tmp_pa
         ("dcdc", [], "dependent"),
         ("tt", [], "independent"),
         ("ddt", [], "weaker"),
-        ("ddtt", [Collapse("template_collapse", 30, None)], "template_collapse"),
-        ("dlll", [Collapse("low_entropy_collapse", 20, None)], "low_entropy_collapse"),
-        ("dttd", [Collapse("template_collapse", 20, 30)], "recovered"),
+        ("ddtt", [("template_collapse", 30)], "template_collapse"),
+        ("dlll", [("low_entropy_collapse", 20)], "low_entropy_collapse"),
+        ("dttd", [("template_collapse", 20)], "recovered"),
         ("tdtd", [], "dependent"),
-        ("dttl", [Collapse("low_entropy_collapse", 20, None)], "low_entropy_collapse"),
-        ("dtltd", [Collapse("template_collapse", 20, 40)], "recovered"),
-        ("dttdt", [Collapse("template_collapse", 20, 30)], "weaker"),
+        ("dttl", [("low_entropy_collapse", 20)], "low_entropy_collapse"),
+        ("dtltd", [("template_collapse", 20)], "recovered"),
+        ("dttdt", [("template_collapse", 20)], "weaker"),
         (
             "dttdll",
-            [Collapse("template_collapse", 20, 30), Collapse("low_entropy_collapse", 50, None)],
+            [("template_collapse", 20), ("low_entropy_collapse", 50)],
             "low_entropy_collapse",
         ),
     ],
 )
 def test_two_measurements_in_a_row_below_what_was_make_a_collapse(tmp_path, letters, collapses, name):
     run = Run(tmp_path, [], [measured(10 * (i + 1), letter) for i, letter in enumerate(letters)])
-    assert run.collapses == collapses and said_of(run) == name
+    assert collapses_of(run) == collapses and said_of(run) == name
 
 
 def test_a_measurement_comes_back_as_it_was_saved(tmp_path):
@@ -349,7 +354,7 @@ def test_a_log_alone_tells_its_regimes(tmp_path):
     del rows[3]["mi/first_turn/num_completions"]
     (tmp_path / "log_history.json").write_text(json.dumps([{"reward": 0.5, "step": 1}, *rows]))
     run = read_run(tmp_path)
-    assert run.regimes == [(10, "diverse"), (20, "weaker"), (30, "template_collapse")]
+    assert [one.regime for one in run.judgements] == ["diverse", "weaker", "template_collapse"]
     assert said_of(run) == "template_collapse"
 
 
@@ -370,16 +375,16 @@ def test_a_log_tells_what_qualifies_its_verdict(tmp_path):
 def test_a_run_whose_steps_were_all_empty_has_not_collapsed(tmp_path):
     rows = [logged(step, letter) | {"snr/empty_steps": step} for step, letter in ((1, "d"), (2, "t"), (3, "t"))]
     (tmp_path / "log_history.json").write_text(json.dumps(rows))
-    assert read_run(tmp_path).collapses == []
+    assert collapses_of(read_run(tmp_path)) == []
     (tmp_path / "log_history.json").write_text(json.dumps([row | {"snr/empty_steps": 0} for row in rows]))
-    assert [found.regime for found in read_run(tmp_path).collapses] == ["template_collapse"]
+    assert collapses_of(read_run(tmp_path)) == [("template_collapse", 2)]
 
 
 def test_lost_format_is_failing_training_and_no_word_on_dependence(tmp_path):
     rows = [logged(10 * number, valid=0.9 if number < 14 else 0.1) for number in range(1, 17)]
     (tmp_path / "log_history.json").write_text(json.dumps(rows))
     run = read_run(tmp_path)
-    assert run.collapses == [] and said_of(run) == "dependent"
+    assert collapses_of(run) == [] and said_of(run) == "dependent"
     state = run.findings[0]
     assert (state.kind, state.name, state.since, state.severity) == ("training", "failing", 160, "failure")
     assert "mi/valid_thinking_rate" in state.sentence

@@ -19,7 +19,6 @@ from ragen2_trl.instrument.verdict import (
     at_most,
     begins,
     chance_p_value,
-    collapses,
     judge,
     lower_bound,
     upper_bound,
@@ -128,7 +127,7 @@ def test_retrieval_at_chance_is_no_collapse_and_before_training_it_is_not_yet():
     said = reasoning_finding(found)
     assert (said.name, said.severity, said.since, said.advice) == ("independent", "note", None, ())
     assert " yet " in said.sentence
-    assert not collapses(found) and not begins(found)
+    assert not begins(found)
 
 
 @pytest.mark.parametrize(("entropy", "regime"), [(1.0, "diverse"), (0.05, "compressed")])
@@ -197,7 +196,6 @@ def test_collapse_is_said_of_a_run_that_has_depended_and_whose_upper_bound_has_c
     assert found[-1].upper == upper_bound(19, 192, ALPHA) < 0.2
     assert (reasoning_finding(found).name, reasoning_finding(found).since) == ("template_collapse", 21)
     assert [begins(found[:count]) for count in range(1, 6)] == [False, False, False, True, False]
-    assert [(one.regime, one.first, one.last) for one in collapses(found)] == [("template_collapse", 21, None)]
 
 
 def test_a_collapse_has_its_numbers_and_what_qualifies_them():
@@ -258,7 +256,7 @@ def test_an_episode_ends_and_a_later_one_is_another():
     assert (
         reasoning_finding(found[:5]).name == "recovered" and "step 11 to 21" in reasoning_finding(found[:5]).sentence
     )
-    assert [one.first for one in collapses(found)] == [11, 51]
+    assert [one.since for one in found] == [None, None, 11, None, None, None, 51]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,8 @@ from ragen2_trl.instrument.health import CAUSES, State
 from ragen2_trl.instrument.verdict import (
     ALPHA,
     COLLAPSES,
-    Collapse,
     Evidence,
     Judgement,
-    collapses,
     is_stale,
     upper_bound,
 )
@@ -184,23 +182,20 @@ def reasoning_finding(
         why = "" if silence is None else f": {silence or 'no step asked for it'}"
         found = make("reasoning", "not_measured", f"Whether reasoning depends on its prompt was not measured{why}.")
         return replace(found, advice=()) if why else found
-    last, before = judgements[-1], collapses(judgements)
-    name, said = _judged(judgements, before, step)
+    last = judgements[-1]
+    name, said = _judged(judgements, step)
     unclosed = f" ({_unclosed(last.evidence)})" if last.evidence.valid_thinking_rate == 0 else ""
-    since = before[-1].first if last.is_collapsed else None
-    found = make("reasoning", name, f"{said}{unclosed}.", since, _numbers(last))
+    found = make("reasoning", name, f"{said}{unclosed}.", last.since, _numbers(last))
     return replace(found, advice=()) if answers_lost else found
 
 
-def _judged(judgements: Sequence[Judgement], found: Sequence[Collapse], step: int) -> tuple[str, str]:
+def _judged(judgements: Sequence[Judgement], step: int) -> tuple[str, str]:
     """The name of what the last measurement says, and its sentence without the full stop."""
-    last, latest = judgements[-1], found[-1] if found else None
+    last = judgements[-1]
     evidence, regime = last.evidence, last.regime
-    if latest is not None and latest.last is None:
-        return (
-            regime,
-            f"Reasoning has become {BECOME[regime]}: since step {latest.first} it says little about its prompt",
-        )
+    if last.is_collapsed:
+        said = f"Reasoning has become {BECOME[regime]}: since step {last.since} it says little about its prompt"
+        return regime, said
     if regime == "foreign":
         return regime, "The completions do not belong to these prompts, or not to this model"
     if regime == "inconclusive":
@@ -216,8 +211,8 @@ def _judged(judgements: Sequence[Judgement], found: Sequence[Collapse], step: in
     subject = "What the model writes" if evidence.valid_thinking_rate == 0 else "Reasoning"
     if is_stale(judgements, step):
         return "stale", f"{subject} depended on its prompt when last measured, at step {evidence.step}"
-    if latest is not None:
-        was = f"it was {BECOME[latest.regime]} from step {latest.first} to {latest.last}"
+    if (ended := next((one for one in reversed(judgements) if one.is_collapsed), None)) is not None:
+        was = f"it was {BECOME[ended.regime]} from step {ended.since} to {ended.evidence.step}"
         return "recovered", f"Reasoning depends on its prompt again: {was}"
     return "dependent", f"{subject} depends on its prompt"
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 Regime = Literal[
@@ -36,17 +36,6 @@ FOREIGN_ALPHA = 1e-3  # see `is_foreign`
 # stays below a twentieth of the run.
 MIN_STEPS_BETWEEN = 10
 
-# What each regime is called in a list of measurements.
-REGIMES = {
-    "diverse": "Diverse: depends on its prompt and varies between samples",
-    "compressed": "Compressed: depends on its prompt and hardly varies between samples",
-    "template_collapse": "Template collapse: varies between samples, and no longer depends on its prompt",
-    "low_entropy_collapse": "Low-entropy collapse: hardly varies, and no longer depends on its prompt",
-    "weaker": "Depends less on its prompt than before, which one measurement cannot tell from chance",
-    "independent": "Dependence on its prompt not shown",
-    "inconclusive": "Too few reasoning traces to tell",
-    "foreign": "Does not belong to these prompts, or not to this model",
-}
 ROUNDING = 1e-6  # of a hit: means of shares are not exact
 
 
@@ -156,21 +145,6 @@ class Judgement:
         return trials
 
 
-@dataclass(frozen=True)
-class Collapse:
-    """Consecutive measurements, two at least, in one of the collapsed regimes.
-
-    Args:
-        regime: `template_collapse` or `low_entropy_collapse`.
-        first: Optimizer step of the first of them.
-        last: Optimizer step of the last; `None` if the run ended with it.
-    """
-
-    regime: str
-    first: int
-    last: int | None
-
-
 def judge(measurements: Sequence[Evidence]) -> list[Judgement]:
     """What each measurement of a run says, in their order.
 
@@ -211,17 +185,6 @@ def judge(measurements: Sequence[Evidence]) -> list[Judgement]:
         if sure > least:
             best, least = evidence, sure
     return judgements
-
-
-def collapses(judgements: Sequence[Judgement]) -> list[Collapse]:
-    """All there were, the latest last."""
-    found = []
-    for is_collapsed, group in groupby(judgements, key=lambda judgement: judgement.is_collapsed):
-        streak = list(group)
-        if is_collapsed:
-            last = None if streak[-1] is judgements[-1] else streak[-1].evidence.step
-            found.append(Collapse(streak[-1].regime, streak[0].since or 0, last))
-    return found
 
 
 def is_stale(judgements: Sequence[Judgement], step: int) -> bool:
@@ -288,11 +251,6 @@ def regime_flags(judgement: Judgement) -> dict[str, float]:
     if conclusive:
         flags["depends_on_prompt"] = regime in DEPENDENT
     return {f"mi/regime/{name}": float(value) for name, value in flags.items()}
-
-
-def collapse_label(collapse: Collapse) -> str:
-    """What a collapse is called beside a curve."""
-    return "a template" if collapse.regime == "template_collapse" else "the same words"
 
 
 # Exact binomial tails, and the bounds that follow from them: how sure a share of so many trials is. The core does

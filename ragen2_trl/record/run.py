@@ -19,7 +19,7 @@ from ragen2_trl.instrument.findings import (
     training_finding,
 )
 from ragen2_trl.instrument.health import NAMES, Health, health, is_number
-from ragen2_trl.instrument.verdict import Collapse, Evidence, Judgement, collapses, judge
+from ragen2_trl.instrument.verdict import Evidence, Judgement, judge
 from ragen2_trl.messages import counted
 from ragen2_trl.metrics import ANSWER, CLIPPED, EMPTY_STEPS, FIRST_TURN, KEPT, STEP_OF_MI, VALID_THINKING
 from ragen2_trl.record.checks import MAX_STEP, check_about, check_evaluation, check_history, check_state
@@ -195,16 +195,6 @@ class Run:
             if evidence.is_possible:
                 found.append(replace(evidence, step=step_of(row, ANSWER)))
         return found
-
-    @property
-    def regimes(self) -> list[tuple[int, str]]:
-        """(optimizer step, regime) of each measurement."""
-        return [(one.evidence.step or 0, one.regime) for one in self.judgements]
-
-    @property
-    def collapses(self) -> list[Collapse]:
-        """All there were, the latest last."""
-        return collapses(self.judgements)
 
     @property
     def status(self) -> str:
