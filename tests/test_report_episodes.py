@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 
-import pyarrow.parquet as pq
 import pytest
 from played_episodes import lake, play
 from reported_runs import HOSTILE, Page, make_run, report_of
@@ -159,13 +158,12 @@ def test_hostile_texts_and_boards_stay_text(run, words_only):
 
 def test_files_of_others_are_left_out_by_name(run, words_only):
     save_episodes(run / "_episodes", groups(1, 2), TRAINING, 10)
-    (run / "_episodes" / "train_00020.parquet").write_bytes(b"PAR1")
-    pq.write_table(pq.read_table(run / "_episodes" / "train_00010.parquet").drop_columns(["seed"]),
-                   run / "_episodes" / "train_00015.parquet")  # fmt: skip
+    (run / "_episodes" / "train_00020.jsonl").write_bytes(b"\xff")
+    (run / "_episodes" / "train_00015.jsonl").write_text('{"task": "x"}')
     album, problems = album_of(run)
     assert [row.step for row in album.rows] == [10] and album.episodes
-    assert any("train_00020.parquet cannot be read" in problem for problem in problems)
-    assert any("train_00015.parquet cannot be read" in problem for problem in problems)
+    assert any("train_00020.jsonl cannot be read" in problem for problem in problems)
+    assert any("train_00015.jsonl cannot be read" in problem for problem in problems)
 
 
 def test_a_folder_of_episodes_alone_has_a_report(tmp_path, words_only):

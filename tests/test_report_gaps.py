@@ -63,13 +63,6 @@ def without_any_step(folder):
     edit_state(folder, change)
 
 
-def with_prompts_of_strings(folder):
-    path = folder / "completions" / "completions_00010.parquet"
-    rows = pd.read_parquet(path)
-    rows["prompt"] = [["Prompt 1", prompt[0]["content"]] for prompt in rows["prompt"]]
-    rows.to_parquet(path)
-
-
 def with_prompts_of_numbers(folder):
     path = folder / "completions" / "completions_00010.parquet"
     rows = pd.read_parquet(path)
@@ -120,7 +113,6 @@ CASES = [
     (with_odd_measurement, ["prompt_index must be between 0 and 7"], [NUMBERS, READ, THOUGHT]),
     (with_stray_rows, ["No step in 2 of 10 log rows"], [NUMBERS, READ, THOUGHT]),
     (without_any_step, ["No step in 10 of 10 log rows"], [READ, THOUGHT]),
-    (with_prompts_of_strings, [], [NUMBERS, READ, THOUGHT]),
     (with_prompts_of_numbers, ["completions_00010 cannot be read"], [NUMBERS, THOUGHT]),
     (
         with_two_rewards_of_one_name,

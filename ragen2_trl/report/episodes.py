@@ -190,7 +190,7 @@ def read_album(run: Run, problems: list[str]) -> Album | None:
 def episode_files(run: Run, name: str) -> list[Path]:
     """Files of a run's episodes, or of a folder that holds nothing else, by step."""
     folder = run.folder if run.is_played else run.folder / EPISODES
-    return numbered(folder, name, ".parquet", run.step)
+    return numbered(folder, name, ".jsonl", run.step)
 
 
 def pick_groups(episodes: Sequence[PlayedEpisode], limit: int) -> list[tuple[str, list[PlayedEpisode]]]:

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import Any
 
 from ragen2_trl.columns import GENERATION
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.record.files import UNREADABLE, unreadable
-from ragen2_trl.record.rows import read_table, reward_columns
+from ragen2_trl.record.rows import Row, read_table, reward_columns
 from ragen2_trl.record.run import Run
 from ragen2_trl.record.saved_measurement import SavedMeasurement, read_measurement
 from ragen2_trl.record.settings import reward_weights_of
-from ragen2_trl.text import message_text
+from ragen2_trl.text import Messages, message_text
 
 MAX_CHARS = 1500  # of a text
 MAX_PROMPTS, MAX_SHARED = 8, 4  # of a run, and of several runs together
@@ -136,7 +135,7 @@ def read_groups(run: Run, problems: list[str]) -> list[Group]:
     """
     for path in reversed(run.completions):
         try:
-            rows = read_table(path)
+            rows = read_table(path, problems)
             rows = [row for row in rows if row[GENERATION] == rows[-1][GENERATION]]
             return sorted(_groups(rows, run, problems), key=lambda group: -group.variance)
         except UNREADABLE as error:
@@ -220,8 +219,9 @@ def _check(measurement: SavedMeasurement) -> None:
             raise ValueError(f"metrics must hold the number {name}")
 
 
-def _groups(rows: Sequence[Mapping[str, Any]], run: Run, problems: list[str]) -> list[Group]:
-    names = _reward_columns(rows, run)
+def _groups(rows: Sequence[Row], run: Run, problems: list[str]) -> list[Group]:
+    logged = {key.split("/")[1] for row in run.rows for key in row if key.startswith("rewards/")}
+    names = reward_columns(rows[0], logged)
     weights = _weights(names, run, problems)
     by_prompt: dict[str, list[Completion]] = {}
     for row in rows:
@@ -255,15 +255,7 @@ def _weights(names: Sequence[str], run: Run, problems: list[str]) -> list[float]
     return weights or [1.0] * len(names)
 
 
-def _reward_columns(rows: Sequence[Mapping[str, Any]], run: Run) -> list[str]:
-    """The reward functions among the columns, by what was logged of them."""
-    if run.is_diagnosed:  # whose tables hold numbers that are no rewards
-        return [name for name in ("success",) if name in rows[0]]
-    logged = {key.split("/")[1] for row in run.rows for key in row if key.startswith("rewards/")}
-    return reward_columns(rows[0], logged)
-
-
-def as_text(messages: str | Sequence[str | Mapping[str, Any]]) -> str:
+def as_text(messages: Messages) -> str:
     """A prompt or a completion as one text, with the role above each message where there are several.
 
     >>> as_text([{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Up."}])
@@ -273,9 +265,6 @@ def as_text(messages: str | Sequence[str | Mapping[str, Any]]) -> str:
         return messages
     texts = []
     for message in messages:
-        if isinstance(message, str):
-            texts.append(message)
-            continue
         calls = message.get("tool_calls")
         said = message_text(message) + (json.dumps(calls) if calls else "")
         texts.append(said if len(messages) == 1 else f"[{message.get('role')}]\n{said}")
