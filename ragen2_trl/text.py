@@ -51,3 +51,38 @@ def with_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
     [{'role': 'user', 'content': 'Go up.'}]
     """
     return [{**message, "content": content_text(message)} for message in messages]
+
+
+def check_text_or_messages(field: str, value: object, where: str, pictures: bool = False) -> None:
+    """Raises a `ValueError` that names the place unless it is text, or a list of messages as in TRL.
+
+    Args:
+        field: Name of the column.
+        value: What it holds.
+        where: File and row.
+        pictures: Whether messages may have parts that are no text.
+    """
+    if isinstance(value, str):
+        return
+    got = type(value).__name__
+    if isinstance(value, list):
+        wrong = [one for one in value if not (isinstance(one, Mapping) and isinstance(one.get("role"), str))]
+        wrong += [one for one in value if not wrong and not _is_content(one.get("content", 0), pictures)]
+        if not wrong:
+            return
+        got = f"{wrong[0]!r:.60}"
+    raise ValueError(
+        f"{field} must be a string or a list of messages, got {got} in {where}; a message has role and content, "
+        "which is text or parts {'type': 'text', 'text': …}"
+    )
+
+
+def _is_content(content: object, pictures: bool) -> bool:
+    if isinstance(content, list):
+        return all(isinstance(part, Mapping) and _is_part(part, pictures) for part in content)
+    return content is None or isinstance(content, str)
+
+
+def _is_part(part: Mapping[str, object], pictures: bool) -> bool:
+    kind = part.get("type")
+    return isinstance(part.get("text"), str) if kind == "text" else pictures and isinstance(kind, str)

@@ -13,7 +13,6 @@ from cards import without_figures_fixture as without_figures_fixture
 from conftest import PROMPTS
 from datasets import Dataset
 from huggingface_hub import ModelCard
-from markdown_it import MarkdownIt
 
 from ragen2_trl import MutualInformationCallback
 from ragen2_trl.callbacks.run_record import RunRecord
@@ -196,20 +195,6 @@ def test_names_that_are_no_plain_yaml_keep_the_card_whole(trained, without_figur
         assert card.text.count(HEADING) == 1
         types = {result.dataset_type for result in card.data.eval_results}
         assert all(re.fullmatch(r"([\w-]+/)?[\w.-]+", kind, re.ASCII) for kind in types), types
-
-
-HOSTILE = "`|<img src=x onerror=alert(1)>\n\n| a | b |\n</details><script>"
-
-
-def test_no_setting_becomes_markup(tmp_path):
-    environment = {"name": HOSTILE, "options": {HOSTILE: HOSTILE}, "max_turns": 1, "max_actions": 1}
-    run = Run(folder=tmp_path, log_history=[], settings={"environment": environment, "seed": HOSTILE})
-    card = ModelCard("---\ntags: []\n---\n# Title\n\n## Quick start\n\n## Citations\n")
-    add_diagnostics(card, run)
-    html = MarkdownIt("commonmark", {"html": True}).enable("table").render(card.text)
-    assert re.findall(r"<(?!/?(?:h[12]|p|ul|li|code|strong|details|summary|blockquote|a)\b)[^>]*>", html) == []
-    assert html.count("</details>") == html.count("<details>") == 1
-    assert "&lt;img" in html
 
 
 def test_rows_without_numbers_leave_no_trace(tmp_path):

@@ -108,9 +108,9 @@ def test_a_point_is_what_evaluate_says_of_the_same_weights(curved):
 
 def test_evaluated_episodes_are_saved_as_they_were_played(curved):
     folder = Path(curved.args.output_dir) / "_episodes"
-    names = [f"evaluation_0000{step}.parquet" for step in (0, 2, 3)]
-    assert sorted(path.name for path in folder.glob("*.parquet")) == names
-    episodes = read_episodes(folder / "evaluation_00002.parquet")
+    names = [f"evaluation_0000{step}.jsonl" for step in (0, 2, 3)]
+    assert sorted(path.name for path in folder.glob("*.jsonl")) == names
+    episodes = read_episodes(folder / "evaluation_00002.jsonl")
     assert [(one.group, one.sample) for one in episodes] == [divmod(number, 2) for number in range(16)]
     assert {one.step for one in episodes} == {2}
     lakes = [one for one in episodes if len(one.boards[0].splitlines()) == 4]

@@ -9,7 +9,6 @@ import matplotlib.colors
 import matplotlib.image
 import pytest
 import torch
-from matplotlib.patches import Rectangle
 from plotted import (
     assert_nothing_overlaps,
     extent,
@@ -124,16 +123,6 @@ def test_hostile_names_are_shown_as_text_on_one_line():
     assert hostile in shown
 
 
-def test_both_files_of_a_figure_are_written_beside_each_other(tmp_path):
-    vectors, pixels = save_figure(plot_training(history(25, 10)), tmp_path / "new" / "run.v1")
-    assert (vectors.name, pixels.name) == ("run.v1.svg", "run.v1.png")
-    assert minidom.parse(str(vectors)).documentElement.namespaceURI == "http://www.w3.org/2000/svg"
-    picture = matplotlib.image.imread(pixels)
-    assert picture.shape[1] == 900
-    assert (picture[0, 0, :3] == 1).all()  # white, also on a dark page
-    assert picture[..., :3].std() > 0.01  # not one colour all over
-
-
 # Training
 
 
@@ -166,15 +155,6 @@ def test_measurements_are_drawn_as_they_are_beside_chance():
     assert dependence.get_ylim()[0] < 0 < 1 < dependence.get_ylim()[1]
 
 
-def test_thick_lines_are_running_means_over_ten_of_the_steps_that_thin_ones_show():
-    rows = history(100, None)
-    thin, thick = plot_training(rows).axes[0].lines
-    rewards = [row["reward"] for row in rows[:-1]]
-    assert list(thin.get_ydata()) == rewards
-    assert thick.get_ydata()[-1] == pytest.approx(sum(rewards[-10:]) / 10)
-    assert thick.get_linewidth() > thin.get_linewidth()
-
-
 @pytest.mark.parametrize("steps", [3, 5, 25, 100, 500])
 def test_lines_end_at_the_last_number_of_the_model_card(steps):
     rows = history(steps, None)[:-1]
@@ -190,16 +170,6 @@ def test_rows_without_a_step_are_left_out(step):
     assert svg(plot_comparison({"a": rows}, {})) == svg(plot_comparison({"a": rows[:-1]}, {}))
     with pytest.raises(ValueError, match="has 1 rows, but none has a 'reward' to plot at its 'step'"):
         plot_training([stray])
-
-
-def test_a_single_step_is_seen():
-    figure = plot_training(history(1, None, **{"mi/first_turn/retrieval_accuracy": 0.9}), "success")
-    lines = [line for axes in figure.axes for line in axes.lines]
-    assert {tuple(line.get_xdata()) for line in lines} == {(1,)}
-    assert "None" not in {line.get_marker() for line in lines}
-    above = figure.axes[0].lines
-    assert len({line.get_marker() for line in above}) == len(above)  # equal values do not hide each other
-    assert figure.axes[-1].get_xlim() == (pytest.approx(0, abs=0.1), pytest.approx(2, abs=0.1))
 
 
 def test_a_long_run_is_drawn_with_as_many_points_as_can_be_seen():
@@ -258,13 +228,6 @@ def test_what_runs_have_in_common_is_compared_in_a_panel_each():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["filtered", "stock", "plain"]
 
 
-def test_reward_is_compared_only_where_a_run_has_no_success():
-    runs = {"a": history(20, None), "b": history(20, None)}
-    titles = [axes.get_title(loc="left") for axes in plot_comparison(runs, dict.fromkeys(runs, "success")).axes]
-    assert titles == ["success", "entropy (nats per token)", "fraction of completions kept"]
-    assert plot_comparison(runs, {}).axes[0].get_title(loc="left") == "reward"
-
-
 def test_chance_has_the_colour_of_its_run_where_runs_differ_in_it():
     easier = history(40, 10)
     for row in easier:
@@ -317,13 +280,6 @@ def test_matrix_of_a_dependent_policy_has_a_bright_diagonal():
     assert "100%" in title and "chance 12.5%" in title
 
 
-def test_matrix_frames_the_own_prompt_of_each_reasoning():
-    figure = plot_matrix(measurement(4, 3, gain=0.2))
-    frames = [patch for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
-    corners = [(frame.get_x(), frame.get_y(), frame.get_width(), frame.get_height()) for frame in frames]
-    assert corners == [(i + 0.5, 3 * i + 0.5, 1, 3) for i in range(4)]
-
-
 def test_one_absurd_pair_does_not_set_the_colours_of_the_others():
     measured = measurement(8, 4, gain=0.2)
     measured.cross_logps[0, (measured.prompt_index[0] + 1) % 8] = -1e6
@@ -331,14 +287,6 @@ def test_one_absurd_pair_does_not_set_the_colours_of_the_others():
     low, high = figure.axes[0].images[0].get_clim()
     assert -1 < low < 0
     assert high == 0
-
-
-def test_matrix_of_a_policy_blind_to_its_prompt_is_of_one_colour():
-    blind = measurement(4, 2, gain=0.0)
-    blind.cross_logps[:] = blind.cross_logps[:, :1] + 1e-5 * torch.rand(8, 4)
-    figure = plot_matrix(blind)
-    image = figure.axes[0].images[0]
-    assert image.norm(image.get_array()).min() > 0.99
 
 
 def test_quadrant_names_each_regime_in_its_corner():

@@ -336,14 +336,14 @@ def test_episodes_are_shown_in_place_of_completions_and_broken_files_named(tmp_p
         played = [episode(group, sample < 1, sample) for group in range(2) for sample in range(2)]
         save_episodes(run / "_episodes", played, EVALUATION, step)
         save_episodes(run / "_episodes", played, TRAINING, step)
-    (run / "_episodes" / "evaluation_00015.parquet").write_bytes(b"PAR1")
-    (run / "_episodes" / "evaluation_00001.parquet").write_bytes(b"PAR1")
+    (run / "_episodes" / "evaluation_00015.jsonl").write_bytes(b"PAR1")
+    (run / "_episodes" / "evaluation_00001.jsonl").write_bytes(b"PAR1")
     (samples,), problems = [*shown(run)[0].values()], shown(run)[1]
     assert [one[:2] for one in samples] == [
         (f"step {step}", earned) for step in (10, 20) for earned in ("solved, return 1", "not solved, return 0")
     ]
     assert "Up." in samples[0][2]
-    assert [problem.split()[0] for problem in problems] == ["evaluation_00001.parquet"]
+    assert [problem.split()[0] for problem in problems] == ["evaluation_00001.jsonl"]
 
 
 def test_a_folder_of_episodes_alone_has_a_report(tmp_path, words_only):

@@ -124,7 +124,7 @@ def evaluations(trainer, task) -> dict[int, dict[str, float]]:
 
 def files(trainer, name):
     folder = Path(trainer.args.output_dir) / "_episodes"
-    return [read_episodes(path) for path in sorted(folder.glob(f"{name}_*.parquet"))]
+    return [read_episodes(path) for path in sorted(folder.glob(f"{name}_*.jsonl"))]
 
 
 # Held-out rows

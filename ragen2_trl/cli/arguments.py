@@ -102,8 +102,7 @@ def what_if_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="RUN",
         help="The output_dir of a TRL run with log_completions=True, or of a run of this package; a folder of "
-        "*.parquet or *.jsonl (verl's rollout dumps); or a *.parquet, *.jsonl or *.csv file of prompt, completion and "
-        "reward.",
+        "*.parquet, *.jsonl (verl's rollout dumps) or *.csv; or such a file of prompt, completion and reward.",
     )
     add("--num_generations", type=int, help="Completions of a prompt; default: inferred from equal prompts.")
     add("--groups", type=int, help="Prompts of a generation batch; default: inferred from steps.")
@@ -389,8 +388,9 @@ class DiagnoseArguments(SamplingArguments):
     completions: str | None = field(
         default=None,
         metadata={
-            "help": "Instead of sampling: `prompt` and `completion` as lines of JSON (*.jsonl) or Parquet, as TRL "
-            "saves with `log_completions=True`, or a folder of those, of which up to 8 become a path. Warning: "
+            "help": "Instead of sampling: `prompt` and `completion` as Parquet, JSON, lines of JSON or CSV, as TRL "
+            "saves with `log_completions=True` and verl dumps them, or a folder of those or of a run, of which up to "
+            "8 files become a path. Warning: "
             "`--model` scores all of them, and the numbers are those of the run only for the file of the step that "
             "its weights are of. Or the file that this command saved."
         },

@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 
 from datasets import Dataset, load_dataset
 
-from ragen2_trl.envs.checks import check_choice, check_count, check_text_or_messages
+from ragen2_trl.envs.checks import check_choice, check_count
 from ragen2_trl.envs.environment import Environment, RewardFunc
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.responses import Response
 from ragen2_trl.envs.tasks import SPLITS, Row, check_columns, held_out, load_tasks, means_a_path, readable
 from ragen2_trl.messages import InputError
-from ragen2_trl.text import flatten, with_text
+from ragen2_trl.text import check_text_or_messages, flatten, with_text
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]
 # What TRL hands to a reward function beside the columns, of which an evaluation has nothing.

@@ -279,7 +279,7 @@ def _played(run: Run) -> list[Fact]:
     from ragen2_trl.record.saved_episodes import read_outcomes  # with environments, which a training may not know
 
     for name in reversed(EPISODE_FILES):
-        for path in reversed(numbered(run.folder, name, ".parquet", run.step)):
+        for path in reversed(numbered(run.folder, name, ".jsonl", run.step)):
             try:
                 solved = [one for _, group in read_outcomes(path) for one in group]
             except (OSError, ValueError):  # the page names the file

@@ -11,13 +11,14 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ragen2_trl.columns import GENERATION
-from ragen2_trl.envs.checks import check_text_or_messages
+from ragen2_trl.columns import GENERATION, SUCCESS
 from ragen2_trl.record.checks import MAX_STEP
 from ragen2_trl.record.files import MEASUREMENTS, measured_step, read_text
 from ragen2_trl.record.group_rewards import FILE as GROUP_REWARDS
+from ragen2_trl.text import check_text_or_messages
 
 MAX_ROWS = 2_000_000  # of a file
 MAX_BYTES = 2 * 2**30  # of the values of a Parquet file, as they are in memory
@@ -29,10 +30,10 @@ TABLES, LINES, SHEETS = (".parquet",), (".jsonl", ".json"), (".csv",)
 OTHERS = ("evaluation_", "train_", "completions_control")
 # What a column is called, by TRL and by verl's rollout dumps.
 ALIASES = {"prompt": ("prompt", "input"), "completion": ("completion", "output"), "reward": ("reward", "score")}
-NO_REWARDS = ("step", "advantage", "group", "success", "clipped", GENERATION)
+NO_REWARDS = ("step", "advantage", "group", SUCCESS, "clipped", GENERATION)
 ALLOWED = (
-    "the output_dir of a TRL run with log_completions=True, a folder of *.parquet or *.jsonl, or a *.parquet, "
-    "*.jsonl, *.json or *.csv file with prompt and completion (input and output in verl's dumps)"
+    "the output_dir of a TRL run with log_completions=True, a folder of *.parquet, *.jsonl or *.csv, or a "
+    "*.parquet, *.jsonl, *.json or *.csv file with prompt and completion (input and output in verl's dumps)"
 )
 
 Row = dict[str, Any]
@@ -54,7 +55,7 @@ def find_files(path: Path) -> list[Path]:
         raise ValueError(f"{str(path)!r} is no file or folder; allowed: {ALLOWED}")
     is_recorded = (path / MEASUREMENTS / GROUP_REWARDS).is_file()  # other tables beside a record are somebody else's
     for folder in (path / "completions", *(() if is_recorded else (path,))):
-        for suffix in (".parquet", ".jsonl"):
+        for suffix in (".parquet", ".jsonl", ".csv"):
             files = [one for one in folder.glob(f"*{suffix}") if one.is_file() and not one.name.startswith(OTHERS)]
             if files:
                 return sorted(files, key=lambda file: (measured_step(file) or 0, file.name))
@@ -66,7 +67,7 @@ def read_rows(path: Path, notes: list[str] | None = None, pictures: bool = True)
 
     Args:
         path: See `find_files`.
-        notes: Takes in what is left out, in words.
+        notes: Takes in that the last line is half written; without it, that is an error, too.
         pictures: Whether messages may have parts that are no text.
 
     Raises:
@@ -74,7 +75,7 @@ def read_rows(path: Path, notes: list[str] | None = None, pictures: bool = True)
         OSError: If a file cannot be read.
     """
     for file in find_files(path):
-        yield from _rows_of(file, [] if notes is None else notes, pictures)
+        yield from _rows_of(file, notes, pictures)
 
 
 def read_table(file: Path, notes: list[str] | None = None, pictures: bool = True) -> list[Row]:
@@ -90,12 +91,12 @@ def read_table(file: Path, notes: list[str] | None = None, pictures: bool = True
 
 
 def reward_columns(row: Row, functions: Container[str] = ()) -> list[str]:
-    """The columns that hold rewards: those of these functions, else their sum, else all numbers."""
+    """The columns that hold rewards: those of these functions, else their sum, else all numbers, else success."""
     # A log's names are sorted; columns stand in the order of TRL's `reward_funcs`, and so of its `reward_weights`.
     named = [name for name in row if name in functions]
     total = [name for name in ALIASES["reward"] if name in row][:1]
     numbers = [name for name, value in row.items() if name not in NO_REWARDS and type(value) in (int, float)]
-    return named or total or numbers
+    return named or total or numbers or [name for name in (SUCCESS,) if name in row]
 
 
 def number(name: str, value: Any, where: str) -> float:
@@ -111,13 +112,43 @@ def number(name: str, value: Any, where: str) -> float:
     except (ValueError, OverflowError):
         found = None
     if found is None:
-        raise ValueError(f"{name} must be a number, got {value!r:.60} in {where}")
+        raise ValueError(f"{_line(name)} must be a number, got {value!r:.60} in {where}")
     return found if math.isfinite(found) else math.nan
 
 
-def _rows_of(file: Path, notes: list[str], pictures: bool) -> Iterator[Row]:
+def json_lines(file: Path, notes: list[str] | None = None) -> Iterator[Row]:
+    """The objects of a file of JSON, one a line; of a `.json` also those of one list.
+
+    Args:
+        file: In UTF-8, with or without a byte order mark.
+        notes: See `read_rows`.
+
+    Raises:
+        ValueError: If it holds something else; one line that names file and row.
+    """
+    with file.open(encoding="utf-8-sig") as opened:
+        lines = (line for line in _lines(opened, file) if line.strip())
+        for place, line in enumerate(lines):
+            if not place and file.suffix == ".json" and line.lstrip().startswith("["):
+                yield from _list(file)
+                return
+            try:
+                row = json.loads(line)
+                if "\\ud" in line.lower():
+                    json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"row {place} of {file.name} must be text in UTF-8: {error.reason}") from error
+            except (ValueError, RecursionError) as error:
+                if notes is not None and place and not line.endswith("\n"):
+                    notes.append(f"The last line of {file.name} is half written and is left out.")
+                    return
+                raise ValueError(f"row {place} of {file.name} must be an object of JSON in a line: {error}") from error
+            yield _object(row, place, file)
+
+
+def _rows_of(file: Path, notes: list[str] | None, pictures: bool) -> Iterator[Row]:
     by_name = measured_step(file) if file.suffix in LINES else None  # of verl's dumps; TRL's tables have a column
-    read = _parquet if file.suffix in TABLES else _sheet if file.suffix in SHEETS else _json
+    read = _parquet if file.suffix in TABLES else _sheet if file.suffix in SHEETS else json_lines
     for place, row in enumerate(read(file, notes)):
         where = f"row {place} of {file.name}"
         if place >= MAX_ROWS:
@@ -125,7 +156,7 @@ def _rows_of(file: Path, notes: list[str], pictures: bool) -> Iterator[Row]:
         for name in ("prompt", "completion"):
             column = next((one for one in ALIASES[name] if one in row), None)
             if column is None:
-                raise ValueError(f"{where} must have {name}, got the columns {', '.join(map(str, row))[:200]}")
+                raise ValueError(f"{where} must have {name}, got the columns {_line(', '.join(map(str, row)))}")
             value = row.pop(column)
             check_text_or_messages(name, value, where, pictures)
             row[name] = value if isinstance(value, str) else list(map(_without_empty, value))
@@ -149,7 +180,7 @@ def _step(given: Any, otherwise: int | None, where: str) -> int | None:
     return int(value)
 
 
-def _parquet(file: Path, notes: list[str]) -> Iterator[Row]:
+def _parquet(file: Path, notes: list[str] | None) -> Iterator[Row]:
     size = 0
     try:
         table = pq.ParquetFile(file)  # its footer alone
@@ -162,29 +193,8 @@ def _parquet(file: Path, notes: list[str]) -> Iterator[Row]:
             yield from batch.to_pylist()
     except UnicodeDecodeError as error:
         raise ValueError(f"{file.name} must hold text in UTF-8: {error}") from error
-    except (OSError, OverflowError, RuntimeError, ValueError) as error:  # half a file, or dates beyond Python's
-        raise OSError(f"{file.name} cannot be read as Parquet: {_line(error)}") from error
-
-
-def _json(file: Path, notes: list[str]) -> Iterator[Row]:
-    with file.open(encoding="utf-8-sig") as opened:
-        lines = (line for line in _lines(opened, file) if line.strip())
-        for place, line in enumerate(lines):
-            if not place and file.suffix == ".json" and line.lstrip().startswith("["):
-                yield from _list(file)
-                return
-            try:
-                row = json.loads(line)
-                if "\\ud" in line.lower():
-                    json.dumps(row, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"row {place} of {file.name} must be text in UTF-8: {error.reason}") from error
-            except (ValueError, RecursionError) as error:
-                if not line.endswith("\n") and place:
-                    notes.append(f"The last line of {file.name} is half written and is left out.")
-                    return
-                raise ValueError(f"row {place} of {file.name} must be an object of JSON in a line: {error}") from error
-            yield _object(row, place, file)
+    except (pa.ArrowException, OSError, OverflowError, RuntimeError, ValueError) as error:  # half a file, among others
+        raise OSError(f"{file.name} cannot be read as Parquet: {_line(str(error))}") from error
 
 
 def _list(file: Path) -> Iterator[Row]:
@@ -203,7 +213,7 @@ def _object(row: Any, place: int, file: Path) -> Row:
     return row
 
 
-def _sheet(file: Path, notes: list[str]) -> Iterator[Row]:
+def _sheet(file: Path, notes: list[str] | None) -> Iterator[Row]:
     with file.open(encoding="utf-8-sig", newline="") as opened:
         try:
             for place, row in enumerate(csv.DictReader(_lines(opened, file))):
@@ -235,5 +245,5 @@ def _lines(opened: TextIO, file: Path) -> Iterator[str]:
         raise ValueError(f"{file.name} must hold text in UTF-8: {error}") from error
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _line(text: str) -> str:
+    return " ".join(text.split())[:200]

@@ -287,7 +287,7 @@ def read_run(folder: Path) -> Run:
     if history is not None:
         check_history(history, str(folder / HISTORY_FILE))
     if state is None and history is None:
-        if any(numbered(folder, name, ".parquet", MAX_STEP) for name in EPISODE_FILES):
+        if any(numbered(folder, name, ".jsonl", MAX_STEP) for name in EPISODE_FILES):
             return Run(folder, [], step=MAX_STEP, ended=True, is_played=True)
         diagnosis = read_json(folder / DIAGNOSIS_FILE, dict)
         if diagnosis is not None:

@@ -236,7 +236,10 @@ def plot_comparison(histories: Mapping[str, Rows], success_metrics: Mapping[str,
                 axes.plot(*zip(*chance, strict=True), **GUIDE_LINE | {"color": look(number)["color"]})
             if points:
                 drawn = points if measured else _means(_thin_out(points), span)
-                marks = {"marker": MARKERS[number % len(MARKERS)], "markevery": max(1, len(drawn) // 8)}
+                marks: dict[str, Any] = {
+                    "marker": MARKERS[number % len(MARKERS)],
+                    "markevery": max(1, len(drawn) // 8),
+                }
                 axes.plot(*zip(*drawn, strict=True), label=names[number], **look(number), **marks)
         axes.set_title(title)
         if measured or title == "fraction of completions kept":

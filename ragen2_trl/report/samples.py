@@ -100,14 +100,14 @@ def pick_samples(run: Run, problems: list[str]) -> list[Group]:
 def files_of(run: Run) -> list[Path]:
     """Where a run keeps its texts, by step: episodes of evaluations, else of training, else completions."""
     folder = run.folder if run.is_played else run.folder / EPISODES
-    kept = (numbered(folder, name, ".parquet", run.step) for name in (EVALUATION, TRAINING))
+    kept = (numbered(folder, name, ".jsonl", run.step) for name in (EVALUATION, TRAINING))
     return next(filter(None, (*kept, run.completions)), [])
 
 
 def _first_readable(paths: Sequence[Path], run: Run, problems: list[str]) -> tuple[Path, list[_Text]] | None:
     for path in paths:
         try:
-            texts = _completions(path, run) if path in run.completions else _episodes(path)
+            texts = _completions(path, run, problems) if path in run.completions else _episodes(path)
         except UNREADABLE as error:
             if (problem := unreadable(path, error)) not in problems:
                 problems.append(problem)
@@ -126,9 +126,9 @@ def _episodes(path: Path) -> list[_Text]:
     return found
 
 
-def _completions(path: Path, run: Run) -> list[_Text]:
+def _completions(path: Path, run: Run, problems: list[str]) -> list[_Text]:
     """Those of the last generation of a file."""
-    rows = read_table(path)
+    rows = read_table(path, problems)
     rows = [row for row in rows if row[GENERATION] == rows[-1][GENERATION]]
     logged = {key.split("/")[1] for row in run.rows for key in row if key.startswith("rewards/")}
     names = reward_columns(rows[0], [*logged])

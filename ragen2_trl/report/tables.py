@@ -22,10 +22,10 @@ def facts_table(facts: Sequence[Fact], title: str, caption: str = "") -> Table:
         best = f"best {fact.text(fact.best, with_step=True)}; " if fact.best not in (None, fact.last) else ""
         rows.append((fact.title, *ends, f"{best}{fact.note}".removesuffix("; ")))
     table = Table(title=Text(printable(title)), caption=Text(caption), box=SIMPLE_HEAD)
-    columns = [("", "left"), ("first", "right"), ("last", "right"), ("", "left")]
+    columns = ("", "first", "last", "")
     shown = [n for n in range(len(columns)) if n == 0 or any(row[n] for row in rows)]
-    for name, justify in (columns[n] for n in shown):
-        table.add_column(name, justify=justify)
+    for name in (columns[n] for n in shown):
+        table.add_column(name, justify="right" if name else "left")
     for row in rows:
         table.add_row(*(Text(printable(row[n])) for n in shown))
     return table
