@@ -66,14 +66,21 @@ class Metric:
     health: str = ""
 
     def text(self, value: float) -> str:
-        """A value as tables write it.
+        """A value as tables write it."""
+        return in_unit(value, self.unit)
 
-        >>> metric("snr/kept_fraction").text(0.5), metric("mi/first_turn/mi_seq").text(-0.001)
-        ('50.0%', '0.00')
-        """
-        if self.unit == "fraction":
-            return f"{value:.1%}"
-        return f"{round(value, 2) + 0.0:.2f}" if self.unit.startswith("nats") else f"{value:.3f}"
+
+def in_unit(value: float, unit: str) -> str:
+    """A number as tables write it.
+
+    >>> in_unit(0.5, "fraction"), in_unit(-0.001, "nats"), in_unit(1200.0, "count"), in_unit(0.5, "reward")
+    ('50.0%', '0.00', '1,200', '0.500')
+    """
+    if unit == "fraction":
+        return f"{value:.1%}"
+    if unit == "count":
+        return f"{value:,.0f}"
+    return f"{round(value, 2) + 0.0:.2f}" if unit.startswith(("nats", "times")) else f"{value:.3f}"
 
 
 # fmt: off

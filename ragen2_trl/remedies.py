@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 
 from ragen2_trl.estimates import MOST_VALUES, Bootstrap, Estimate, Floats, Sameness, live_with, seeded_draws
 from ragen2_trl.filtering import group_score, zero_variance
+from ragen2_trl.instrument.findings import ADVICE, Finding
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.messages import counted
-from ragen2_trl.record.completions import CompletionLog, Count, read_completion_log, text_of
+from ragen2_trl.record.completions import CompletionLog, Count, read_completion_log
 from ragen2_trl.sampling.policy import AUDIT, Pilots, Policy, PromptSelection
+from ragen2_trl.text import flatten
 from ragen2_trl.trainers.batches import tree_size
 from ragen2_trl.trainers.dealing import Sharing, deal_rows
 from ragen2_trl.trainers.selection import Groups, equal_rewards, seeded_generator, strategy_of
@@ -79,7 +81,7 @@ class WhatIf:
     Args:
         log: The groups that were read.
         live: Share of groups whose rewards vary.
-        faults: What is wrong with the training, worst first; sentences.
+        faults: What is wrong with the training, worst first.
         remedies: Sorted by gain; rows without a gain follow, and rows that the log cannot tell come last.
         advice: One sentence.
         notes: What was read and assumed; sentences.
@@ -87,7 +89,7 @@ class WhatIf:
 
     log: CompletionLog
     live: Estimate
-    faults: Sequence[str]
+    faults: Sequence[Finding]
     remedies: Sequence[Remedy]
     advice: str
     notes: Sequence[str]
@@ -104,7 +106,7 @@ class WhatIf:
             "prompts": len(np.unique(log.prompts)) if log.knows_prompts else None,
             "steps": len(np.unique(log.steps)),
             "live": asdict(self.live, dict_factory=_plain),
-            "faults": list(self.faults),
+            "faults": [fault.to_dict() for fault in self.faults],
             "advice": self.advice,
             "remedies": [asdict(one, dict_factory=_plain) for one in self.remedies],
             "notes": list(self.notes),
@@ -184,11 +186,10 @@ def token_counter(name: str) -> Count:
             if isinstance(prompt, str):
                 ids = tokenizer(prompt)["input_ids"]
             else:
-                messages = [{key: value for key, value in one.items() if value is not None} for one in prompt]
-                made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+                made = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
                 ids = made["input_ids"]
             last[:] = prompt, len(ids)
-        text = text_of("completion", completion, "the log")
+        text = flatten(completion, joint="\n")
         return last[1], len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1
 
     return count
@@ -532,43 +533,48 @@ class Replays:
 # What is wrong, and what to do
 
 
-def find_faults(log: CompletionLog, sizes: Mapping[int, Remedy] | None = None) -> list[str]:
-    """Problems that no remedy here solves, or that make the numbers doubtful; sentences.
+def find_faults(log: CompletionLog, sizes: Mapping[int, Remedy] | None = None) -> list[Finding]:
+    """Problems that no remedy here solves, or that make the numbers doubtful.
 
     `sizes` is what is known of groups of another size, see `other_sizes`.
     """
-    rewards, missing, faults = log.rewards, np.isnan(log.rewards), []
+
+    def add(name: str, said: str, *advice: str) -> None:
+        faults.append(Finding("data", name, "warning", said, advice=advice))
+
+    faults: list[Finding] = []
+    rewards, missing = log.rewards, np.isnan(log.rewards)
     if missing.all():
-        return ["No completion has a reward."]
+        add("no_reward", "No completion has a reward.")
+        return faults
     low, high = float(np.nanmin(rewards)), float(np.nanmax(rewards))
     if high - low <= SAME:
-        faults.append(f"Every reward is {high:g}: the reward function tells nothing apart.")
+        add("one_reward", f"Every reward is {high:g}: the reward function tells nothing apart.")
     else:
         for end, word, what in ((high, "solved", "harder"), (low, "failed", "easier")):
             at_end = (missing | (np.abs(rewards - end) <= SAME)).all(axis=1) & ~missing.all(axis=1)
             if (share := float(at_end.mean())) >= MANY:
                 cure = _cure(log, share, end, f"{what} prompts", sizes or {})
-                faults.append(f"{share:.0%} of groups are all {word} (every reward is {end:g}): {cure}.")
+                add(f"all_{word}", f"{share:.0%} of groups are all {word} (every reward is {end:g}).", cure)
     if (clipped := _mean_logged(log, "completions/clipped_ratio")) >= CUT:
-        faults.append(f"{clipped:.0%} of completions are cut at the length limit: raise max_completion_length.")
+        add("cut", f"{clipped:.0%} of completions are cut at the length limit.", *ADVICE["cut"])
     spans = {name: np.nanmax(one) - np.nanmin(one) for name, one in log.by_function.items() if not np.isnan(one).all()}
     flat, vary = ([name for name, span in spans.items() if (span <= SAME) == is_flat] for is_flat in (True, False))
     if flat and vary:
-        faults.append(f"Only {', '.join(vary)} varies; {', '.join(flat)} is the same in every completion.")
+        add("constant_reward", f"Only {', '.join(vary)} varies; {', '.join(flat)} is the same in every completion.")
     equal = equal_rewards(torch.from_numpy(rewards)).numpy()
     if rounded := int((~live_groups(log) & ~equal).sum()):
-        faults.append(
-            f"Rewards differ by rounding alone in {counted(rounded, 'group')}: TRL trains on it, the filter does not."
-        )
+        only = f"Rewards differ by rounding alone in {counted(rounded, 'group')}"
+        add("rounding", f"{only}: TRL trains on it, the filter does not.")
     noise = np.abs(np.nan_to_num(log.advantages if log.advantages is not None else np.zeros(rewards.shape))[equal])
     if noise.any():
         parts = [~zero_variance(torch.from_numpy(one)).numpy() for one in log.by_function.values()]
         mixed = len(parts) > 1 and np.any(parts, axis=0)[equal].any()  # sums that only these weights make equal
         why = "perhaps because of other weights: see --reward_weights" if mixed else "by TRL's rounding"
         noisy = counted(int(noise.any(axis=1).sum()), "group")
-        faults.append(f"Advantages are up to {noise.max():.1g} in {noisy} of equal rewards, {why}.")
+        add("noisy_advantages", f"Advantages are up to {noise.max():.1g} in {noisy} of equal rewards, {why}.")
     if missing.any():
-        faults.append(f"No reward in {missing.sum()} of {rewards.size} completions.")
+        add("missing_rewards", f"No reward in {missing.sum()} of {rewards.size} completions.")
     return faults
 
 
@@ -577,11 +583,13 @@ def _cure(log: CompletionLog, share: float, end: float, prompts: str, sizes: Map
     known = {size: one.numbers["live"].value for size, one in sizes.items() if one.is_known and size > log.size}
     largest, most = max(known, default=0), max(LARGEST, 2 * log.size)
     if known and known[largest] >= MANY:
-        return f"larger groups, as groups of {largest} would be live in {known[largest]:.0%}"
+        return f"Larger groups (num_generations): groups of {largest} would be live in {known[largest]:.0%}."
     # Moments of a prompt's chance are log-convex: at least so many of the largest groups earn `end` throughout.
     single = float((np.abs(log.rewards - end) <= SAME).sum() / (~np.isnan(log.rewards)).sum())
     least = (share ** (most - 1) / single ** (most - log.size)) ** (1 / (log.size - 1))
-    return prompts if largest == most or least >= MANY else f"larger groups or {prompts}, the log cannot tell which"
+    if largest == most or least >= MANY:
+        return f"Take {prompts}."
+    return f"Larger groups (num_generations) or {prompts}, the log cannot tell which."
 
 
 def _advice(remedies: Sequence[Remedy]) -> str:

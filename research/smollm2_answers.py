@@ -51,10 +51,9 @@ def main() -> None:
     lines = ["| `mi/answer/` | |", "|---|---|"]
     for one, value in shown:
         if one is not None:
-            text = f"{value:.0f}" if one.unit == "count" else one.text(value)
-            lines.append(f"| `{one.name.removeprefix(f'{ANSWER}/')}` | {text} |")
+            lines.append(f"| `{one.name.removeprefix(f'{ANSWER}/')}` | {one.text(value)} |")
     # Its task has no reward, so that the success beside the verdict says nothing.
-    said = " ".join([*report["answers"], report["verdict"].partition(". Mutual")[0] + "."])
+    said = " ".join(one["sentence"] for one in report["findings"] if one["kind"] in ("answers", "reasoning"))
     fill(GUIDE, {"smollm2": "\n".join([*lines, "", f"> {said}"])})
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ragen2_trl.cli.models import load_model
-from ragen2_trl.cli.samples import read_completions, read_sample
+from ragen2_trl.cli.samples import read_sample, read_saved
 from ragen2_trl.instrument import (
     Measurement,
     NotMeasurableError,
@@ -103,7 +103,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="Of the sampling.")
     parser.add_argument("--seed", type=int, default=0, help="Draws trajectories and turns.")
     options = parser.parse_args(args)
-    rows = read_completions(options.completions)
+    rows = read_saved(options.completions)
     model, tokenizer = load_model(options.model)
     sample = read_sample(tokenizer, rows, options.completions.stem)
     trajectories = Trajectories(sample.prompt_ids, sample.completion_ids, tokenizer, sample.masks, sample.turn_samples)

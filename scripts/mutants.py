@@ -48,6 +48,7 @@ TESTS = {
     "instrument/scoring": "scoring_exact scoring_models scoring",
     "instrument/health": "health training_health",
     "record/completions": "what_if",
+    "record/rows": "rows what_if",
     "estimates": "remedies",
     "remedies": "remedies what_if",
     "envs/sokoban/environment": "sokoban",

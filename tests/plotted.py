@@ -1,6 +1,5 @@
 """What tests draw, and how they read it back from a figure."""
 
-import math
 import random
 
 import torch
@@ -80,35 +79,6 @@ def history(steps: int, measured_every: int | None, **changes) -> list[dict]:
 def stock_history(steps: int) -> list[dict]:
     """What `trl.GRPOTrainer` logs, of that which is drawn."""
     return [{"step": step, "reward": 0.5, "entropy": 0.4, "frac_reward_zero_std": 0.3} for step in range(1, steps + 1)]
-
-
-def measured_history(steps: int, every: int = 10, scopes=("first_turn", "trajectory")) -> list[dict]:
-    """A run whose reasoning stops to depend on its prompt, and whose format breaks at the end."""
-    rng, rows = random.Random(0), []
-    for step in range(1, steps + 1):
-        left = 1 / (1 + math.exp((step - 0.6 * steps) / (0.08 * steps)))  # of what there was
-        row = {"step": step, "reward": 0.5 + 0.2 * step / steps, "env/frozen_lake/success": 0.2 + 0.4 * step / steps}
-        if step == 1 or step % every == 0:
-            for number, scope in enumerate(scopes):
-                seq, chance = 2.0 * left + 0.1 * rng.random() - 0.3 * number, 0.125
-                row |= {
-                    f"mi/{scope}/{key}": value
-                    for key, value in {
-                        "retrieval_accuracy": chance + (0.9 - chance - 0.1 * number) * left,
-                        "retrieval_chance": chance,
-                        "retrieval_accuracy@4": 4 * chance + (1 - 4 * chance) * left,
-                        "retrieval_chance@4": 4 * chance,
-                        "mi_seq": seq,
-                        "mi_upper_bound": -math.log(chance),
-                        "mi_token_tempered": seq / 20,
-                        "mi_zscore_seq": seq / 3,
-                        "mi_zscore_ema_seq": seq / 2.5,
-                        "conditional_entropy_token": 0.4 + 0.5 * step / steps,
-                    }.items()
-                }
-            row["mi/valid_thinking_rate"] = 0.95 - 0.5 * (1 - left)
-        rows.append(row)
-    return rows
 
 
 def group_rewards(steps: int, num_groups: int = 8, size: int = 8) -> list[GroupRewards]:

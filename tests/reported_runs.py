@@ -174,7 +174,6 @@ def words_only_fixture(monkeypatch):
     """Leaves out the figures, which take nearly all of a report's time."""
     monkeypatch.setattr(page, "_figures", lambda *_: [])
     monkeypatch.setattr(page, "_comparison", lambda _: None)
-    monkeypatch.setattr(page, "arrows_svg", lambda _: None)
 
 
 @pytest.fixture(scope="module", name="browser")

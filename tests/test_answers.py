@@ -15,13 +15,13 @@ from ragen2_trl.instrument import answers
 from ragen2_trl.instrument.answers import (
     MIN_ROWS,
     AnswerEvidence,
-    answers_said,
     find_answer,
     measure_answers,
     swap_bits,
     win_rates,
 )
 from ragen2_trl.instrument.diagnosis import NotMeasurableError, Sampling
+from ragen2_trl.instrument.findings import answer_findings
 from ragen2_trl.instrument.reasoning import Trajectories, Turn, find_turns
 from ragen2_trl.instrument.scoring import count_tokens
 from ragen2_trl.tiny import TINY_MODEL_PATH
@@ -124,7 +124,7 @@ def test_rows_without_donors_drop_out_and_fewer_than_eight_are_not_told():
     assert metrics["same_across"] == 1
     assert not {"thought_swap_bits", "prompt_swap_bits", "num_swaps"} & metrics.keys()
     assert metrics["prompt_win_rate"] == 0.5  # equal is half a win
-    assert answers_said([AnswerEvidence.of(metrics)])[0].startswith("Dependence of answers on their prompt is not")
+    assert names(AnswerEvidence.of(metrics))[0] == "prompt_not_shown"
 
 
 def test_with_fewer_than_eight_answers_nothing_is_measured():
@@ -337,22 +337,32 @@ def test_any_answer_is_found_whole_and_nothing_of_it_stands_before(thought, answ
 # What is said
 
 
-def test_the_prompt_comes_before_the_reasoning_and_numbers_stand_beside_words():
-    prompt, thought = answers_said([AnswerEvidence(10, 0.93, 40, 0.06, 0.02)])
-    assert "depend on their prompt" in prompt and "0.93" in prompt
-    assert "hardly change with the reasoning" in thought and "0.06" in thought
-    assert "change with the reasoning: 0.97" in answers_said([AnswerEvidence(10, 0.93, 40, 0.97, 0.01)])[1]
-    assert "in part" in answers_said([AnswerEvidence(10, 0.93, 40, 0.3, 0.1)])[1]
+def names(*measurements):
+    return [finding.name for finding in answer_findings(measurements)]
 
 
-def test_no_longer_is_said_only_of_what_was_shown_before_and_is_excluded_now():
+def test_the_prompt_comes_before_the_reasoning():
+    assert names(AnswerEvidence(10, 0.93, 40, 0.06, 0.02)) == ["prompt_used", "reasoning_hardly_used"]
+    assert names(AnswerEvidence(10, 0.93, 40, 0.97, 0.01))[1] == "reasoning_used"
+    assert names(AnswerEvidence(10, 0.93, 40, 0.3, 0.1))[1] == "reasoning_partly_used"
+    for bits, error, name in ((-42, 9.4, "foreign_answers"), (-0.1, 0.1, "reasoning_hardly_used")):
+        assert names(AnswerEvidence(10, 0.93, 32, bits, error))[1] == name  # not judged where the model wrote none
+    (of_prompt, _) = answer_findings([AnswerEvidence(10, 0.93, 40, 0.06, 0.02)])
+    assert of_prompt.numbers["prompt_win_rate"] == 0.93 and "0.93" in of_prompt.sentence
+
+
+def test_lost_is_said_only_of_what_was_shown_before_and_is_excluded_now():
     shown, lost, unsure = (AnswerEvidence(step, rate, 40) for step, rate in ((10, 0.95), (20, 0.5), (20, 0.66)))
-    assert "no longer depend on their prompt" in answers_said([shown, lost])[0]
-    assert "at step 10: 0.95" in answers_said([shown, lost])[0]
-    assert "no longer" not in answers_said([lost])[0] and "is not shown" in answers_said([lost])[0]
-    assert "no longer" not in answers_said([shown, unsure])[0]
-    assert answers_said([lost, shown])[0].startswith("Answers depend")
-    assert "0.86 over 8 answers may be chance" in answers_said([AnswerEvidence(10, 0.86, 8)])[0]
+    (said,) = answer_findings([shown, lost])
+    assert (said.name, said.severity, said.since) == (
+        "prompt_lost",
+        "warning",
+        20,
+    ) and "at step 10: 0.95" in said.sentence
+    assert names(lost) == ["prompt_not_shown"]
+    assert names(shown, unsure) != ["prompt_lost"]
+    assert names(lost, shown) == ["prompt_used"]
+    assert names(AnswerEvidence(10, 0.86, 8)) == ["prompt_not_shown"]
 
 
 def test_by_chance_dependence_is_said_of_at_most_one_in_a_hundred():
@@ -365,5 +375,5 @@ def test_by_chance_dependence_is_said_of_at_most_one_in_a_hundred():
 
 
 def test_answers_that_are_all_the_same_are_said_to_be():
-    assert "97% of pairs of prompts get the same answer" in answers_said([AnswerEvidence(1, same_across=0.97)])[0]
-    assert answers_said([AnswerEvidence(1, same_across=0.2)]) == [] == answers_said([])
+    assert names(AnswerEvidence(1, same_across=0.97)) == ["same_answers"]
+    assert names(AnswerEvidence(1, same_across=0.2)) == names() == []

@@ -94,12 +94,12 @@ def test_an_epoch_is_not_over_before_its_first_group_is(policy_path, tmp_path):
 
 
 def test_all_prompts_dead_end_the_run_with_the_reason(policy_path, tmp_path):
-    with pytest.raises(RuntimeError, match=r"6 groups in a row had nothing.*snr_max_empty_steps=3.*\(0.0, 0.0\)"):
+    with pytest.raises(RuntimeError, match=r"6 groups in a row had nothing.*snr_max_empty_steps=3.*same reward, 0\."):
         trained_with(policy_path, tmp_path, [DEAD] * 20, snr_max_empty_steps=3)
 
 
 def test_all_prompts_dead_end_a_lossless_run_too(policy_path, tmp_path):
-    with pytest.raises(RuntimeError, match=r"snr_max_empty_steps=3.*lossless"):
+    with pytest.raises(RuntimeError, match=r"snr_max_empty_steps=3.*same reward"):
         trained_with(policy_path, tmp_path, [DEAD] * 20, snr_max_empty_steps=3, snr_strategy="lossless", steps=10)
 
 

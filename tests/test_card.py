@@ -13,7 +13,6 @@ from cards import without_figures_fixture as without_figures_fixture
 from conftest import PROMPTS
 from datasets import Dataset
 from huggingface_hub import ModelCard
-from markdown_it import MarkdownIt
 
 from ragen2_trl import MutualInformationCallback
 from ragen2_trl.callbacks.run_record import RunRecord
@@ -27,6 +26,7 @@ from ragen2_trl.report.card import (
     add_diagnostics,
     diagnostics_section,
     headline,
+    inline,
 )
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,8 @@ def test_numbers_on_the_card_are_those_of_the_uploaded_state(trained):
     table = rows_of(read_card(folder))
     chances = [row["mi/first_turn/retrieval_chance"] for row in rows]
     told = [f"{value:.1%} (chance {of_it:.1%})" for value, of_it in zip(measured, chances, strict=True)]
-    assert table["retrieval accuracy"] == [told[0], told[-1], f"{told[best]} (step {rows[best]['step']})"]
+    peak = f"{told[best].removesuffix(')')}, step {rows[best]['step']})"
+    assert table["retrieval accuracy"][:3] == [told[0], told[-1], peak]
     rewards = [row["reward"] for row in rows]
     pairs = [(rewards[i] + rewards[i + 1]) / 2 for i in range(3)]  # means over half of a run of four steps
     assert table["reward in training"][:2] == [f"{pairs[0]:.3f}", f"{pairs[-1]:.3f}"]
@@ -73,7 +74,7 @@ def test_numbers_on_the_card_are_those_of_the_uploaded_state(trained):
         kept = [row["snr/kept_fraction"] for row in rows]
         assert table["completions kept"][1] == f"{sum(kept[-2:]) / 2:.1%}"
         share = rows[-1]["cost/update_positions"] / rows[-1]["cost/plain_update_positions"]
-        assert table["update positions, against plain TRL"][1] == f"{share:.2f}"
+        assert table["update positions (times plain TRL)"][1] == f"{share:.2f}"
     else:
         assert "completions kept" not in table
 
@@ -87,12 +88,12 @@ def test_the_card_says_how_the_run_was_made(trained):
     assert ("`snr_strategy=top_p`" in text) == (type(trainer) is OURS)
 
 
-def test_the_verdict_stands_at_the_head_of_the_card(trained):
+def test_outcome_and_findings_stand_at_the_head_of_the_card(trained):
     trainer, _ = trained
     text = read_card(trainer.args.output_dir)
     head = text[: text.index("## Quick start")]
-    assert f"**{run_of(trainer).verdict}.** " in head and "finished 4 steps" in head
-    assert "chance is 50.0%" in head
+    said = next(finding.sentence for finding in run_of(trainer).findings if finding.kind == "reasoning")
+    assert inline(said) in head and "finished 4 steps" in head
 
 
 def test_the_quick_start_asks_a_question_of_the_task(trained):
@@ -131,7 +132,7 @@ def test_figures_on_the_card_are_there(trained):
     folder = Path(trainer.args.output_dir)
     figures = re.findall(r"!\[.+?\]\((.+?)\)", section_of(read_card(folder)))
     assert all((folder / path).is_file() for path in figures)
-    names = ["training", "quadrant", "cross_scores", "proxies", "reward_variance"]
+    names = ["training", "quadrant", "cross_scores", "reward_variance"]
     expected = [f"diagnostics/{name}.png" for name in names] if type(trainer) is OURS else []
     assert figures == expected
     assert all((folder / path).with_suffix(".svg").is_file() for path in figures)
@@ -149,7 +150,7 @@ def test_a_card_amid_the_run_says_so_and_the_last_one_says_that_it_has_ended(tra
 def test_checkpoints_write_numbers_and_the_end_draws_figures_of_them(trained):
     trainer, watcher = trained
     assert watcher.figures == {2: set(), 4: set()}
-    assert all("chance 50.0%" in value for value in rows_of(watcher.cards[2])["retrieval accuracy"])
+    assert all("chance 50.0%" in value for value in rows_of(watcher.cards[2])["retrieval accuracy"][:3])
     for step in (2, 4):
         assert "not drawn yet" in watcher.cards[step] and "`ragen2-trl report`" in watcher.cards[step]
     final = read_card(trainer.args.output_dir)
@@ -163,7 +164,7 @@ def test_figures_of_the_same_numbers_are_not_drawn_twice(trained):
     before = [path.stat().st_mtime_ns for path in pictures]
     if type(trainer) is OURS:
         trainer.create_model_card("run")
-        assert len(before) == 10
+        assert len(before) == 8
         assert [path.stat().st_mtime_ns for path in pictures] == before
 
 
@@ -196,29 +197,14 @@ def test_names_that_are_no_plain_yaml_keep_the_card_whole(trained, without_figur
         assert all(re.fullmatch(r"([\w-]+/)?[\w.-]+", kind, re.ASCII) for kind in types), types
 
 
-HOSTILE = "`|<img src=x onerror=alert(1)>\n\n| a | b |\n</details><script>"
-
-
-def test_no_setting_becomes_markup(tmp_path):
-    environment = {"name": HOSTILE, "options": {HOSTILE: HOSTILE}, "max_turns": 1, "max_actions": 1}
-    run = Run(folder=tmp_path, log_history=[], settings={"environment": environment, "seed": HOSTILE})
-    card = ModelCard("---\ntags: []\n---\n# Title\n\n## Quick start\n\n## Citations\n")
-    add_diagnostics(card, run)
-    html = MarkdownIt("commonmark", {"html": True}).enable("table").render(card.text)
-    assert re.findall(r"<(?!/?(?:h[12]|p|ul|li|code|strong|details|summary|blockquote|a)\b)[^>]*>", html) == []
-    assert html.count("</details>") == html.count("<details>") == 1
-    assert "&lt;img" in html
-
-
 def test_rows_without_numbers_leave_no_trace(tmp_path):
     nan = float("nan")
     rows = [{"step": i, "reward": nan, "mi/first_turn/retrieval_accuracy": None, "entropy": nan} for i in (1, 2)]
     run = Run(folder=tmp_path, log_history=rows, step=2, max_steps=2, ended=True)
     card = ModelCard("---\ntags: []\n---\n# Title\n\n## Quick start\n")
     add_diagnostics(card, run, "tester/x")
-    assert "nan" not in card.content.lower()
+    assert "nan" not in card.content.lower() and "| optimizer steps |" in card.text
     assert card.data.eval_results is None
-    assert "| first |" not in card.text
     assert "was not measured" in headline(run) and "finished 2 steps" in headline(run)
 
 

@@ -37,9 +37,9 @@ def lake_trainer(policy_path, args, text):
 @pytest.mark.parametrize(
     ("text", "share_of", "said"),
     [
-        ("Go right", WORST, ("no completion held a valid answer", "ragen2-trl warm-start --env_name frozen_lake")),
-        (answer("Left"), WORST, ("every answer was wrong", "ragen2-trl warm-start --env_name frozen_lake", "easier")),
-        (answer("Right"), BEST, ("every answer was right", "harder")),
+        ("Go right", WORST, ("no completion holds a valid answer", "ragen2-trl warm-start --env_name frozen_lake")),
+        (answer("Left"), WORST, ("no completion solves", "ragen2-trl warm-start --env_name frozen_lake", "easier")),
+        (answer("Right"), BEST, ("all completions solve their tasks", "harder")),
     ],
 )
 def test_a_task_with_known_rewards_tells_too_hard_from_too_easy_from_the_first_step(
@@ -67,7 +67,7 @@ KEEPS_NONE = {"snr_selector": "test_cold_start:keeps_none"}
 @pytest.mark.parametrize(
     ("rewards", "settings", "said"),
     [
-        ({prompt: [0.0] * 4 for prompt in PROMPTS}, {}, "every completion had the same reward, 0"),
+        ({prompt: [0.0] * 4 for prompt in PROMPTS}, {}, "every group got the same reward, 0"),
         (
             {prompt: [float(number % 2)] * 4 for number, prompt in enumerate(PROMPTS)},
             {},

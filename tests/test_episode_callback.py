@@ -22,7 +22,7 @@ from ragen2_trl.record.saved_episodes import read_episodes, save_episodes
 
 def saved(args):
     folder = Path(args.output_dir) / "_episodes"
-    return {int(path.stem.split("_")[1]): read_episodes(path) for path in sorted(folder.glob("train_*.parquet"))}
+    return {int(path.stem.split("_")[1]): read_episodes(path) for path in sorted(folder.glob("train_*.jsonl"))}
 
 
 def test_what_was_played_is_saved_and_training_is_the_same(policy_path, tokenizer, make_args):
@@ -131,4 +131,4 @@ def test_episodes_are_written_where_the_locale_cannot_say_the_folders_name(tmp_p
     )
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "földer")], check=True, env=ascii_only)
-    assert [path.suffix for path in sorted((tmp_path / "földer").iterdir())] == [".jsonl", ".parquet"]
+    assert [path.suffix for path in sorted((tmp_path / "földer").iterdir())] == [".jsonl"]

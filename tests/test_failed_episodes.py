@@ -342,7 +342,7 @@ def test_held_out_episodes_are_left_out_and_counted(policy, tokenizer, make_args
     trainer.train()
     first, second = [row for row in trainer.state.log_history if "eval/env/frozen_lake/success" in row]
     assert first["eval/env/frozen_lake/failed"] == 1 / 8 and "eval/env/frozen_lake/failed" not in second
-    files = sorted(Path(trainer.args.output_dir, "_episodes").glob("*.parquet"))
+    files = sorted(Path(trainer.args.output_dir, "_episodes").glob("*.jsonl"))
     saved = [[(one.group, one.sample) for one in read_episodes(path)] for path in files]
     assert [len(one) for one in saved] == [7, 8] and set(saved[1]) - set(saved[0]) == {(1, 1)}
 

@@ -8,7 +8,7 @@ import torch
 from algorithms import GRPO, replay_of
 from dynamic_samplings import WORDS
 from measured_runs import length_reward, run
-from plotted import group_rewards, heights, measured_history
+from plotted import group_rewards, heights
 from reported_runs import make_run
 from trl import GRPOTrainer
 
@@ -20,12 +20,7 @@ from ragen2_trl.record.group_rewards import (
 )
 from ragen2_trl.record.run import read_run, run_of
 from ragen2_trl.record.saved_measurement import read_measurement
-from ragen2_trl.report import (
-    plot_arrows,
-    plot_proxies,
-)
-from ragen2_trl.report.gallery import arrows_of, figures_of
-from ragen2_trl.report.plots import Arrow, arrow_of
+from ragen2_trl.report.figures import figures_of
 
 FILE = "_measurements/group_rewards.jsonl"
 
@@ -135,32 +130,6 @@ def test_lines_of_another_form_are_left_out(tmp_path, line):
     run = written(tmp_path / "run", group_rewards(2))
     (run.folder / FILE).write_text(f"{line}\n" + (run.folder / FILE).read_text())
     assert [one.step for one in read_group_rewards(run.folder)] == [1, 2]
-
-
-def test_proxies_are_drawn_of_the_scopes_that_were_measured():
-    # The logs of an earlier release may have a scope that is gone.
-    figure = plot_proxies(measured_history(40, scopes=("first_turn", "trajectory_reference")))
-    assert len(figure.axes) == 6
-    accuracy, chance = figure.axes[0].lines
-    assert list(accuracy.get_xdata()) == [1, 10, 20, 30, 40]
-    assert set(chance.get_ydata()) == {0.125}
-    with pytest.raises(ValueError, match="none with a measurement"):
-        plot_proxies([{"step": 1, "reward": 0.5}])
-
-
-def test_arrows_lead_from_the_first_to_the_last_measurement(tmp_path):
-    rows = measured_history(40)
-    arrow = arrow_of(rows, [(row["step"], float(row["step"])) for row in rows])
-    assert arrow.information == (rows[0]["mi/first_turn/mi_seq"], rows[-1]["mi/first_turn/mi_seq"])
-    assert arrow.height == pytest.approx((5.5, 35.5))  # of the ten next steps
-    assert arrow_of(rows[:5], [(1, 0.5)]) is None  # a single measurement
-    assert arrow_of(rows, []) is None
-    runs = {name: read_run(make_run(tmp_path / name, steps=10)) for name in ("one", "other")}
-    assert "success" in arrows_of(runs).get_label()
-    assert arrows_of({"one": runs["one"]}) is None
-    with pytest.raises(ValueError, match="at least one run"):
-        plot_arrows({})
-    assert len(plot_arrows({"still": Arrow((1, 1), (1, 1), (0, 0))}).axes) == 2
 
 
 def test_what_was_expected_of_prompts_is_kept_beside_their_rewards(tmp_path):

@@ -70,7 +70,7 @@ def test_a_run_that_was_interrupted_can_begin_again(kind, make):
     if kind is SNRFilteredGRPOTrainer:
         assert all(row["snr/kept_groups"] == int(row["snr/kept_groups"]) for row in rows_of(trainer))
     trainer.create_model_card()
-    assert [step for step, _ in read_run(Path(trainer.args.output_dir)).regimes] == [1, 2, 3]
+    assert [one.step for one in read_run(Path(trainer.args.output_dir)).evidence] == [1, 2, 3]
 
 
 def test_two_trainers_do_not_know_of_one_another(make):

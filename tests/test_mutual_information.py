@@ -8,18 +8,17 @@ from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset
 from measured_runs import ROW, length_reward, rloo_args, rows_of, run, warnings_of
 from replay import GROUP_SIZE, KEPT, REWARDS, Replay
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerState
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
 from ragen2_trl.instrument import judge
 from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN
-from ragen2_trl.record.run import run_of, run_of_state
+from ragen2_trl.record.facts import facts
+from ragen2_trl.record.run import run_of
 from ragen2_trl.record.saved_measurement import read_measurement
-from ragen2_trl.report.card import headline
+from ragen2_trl.report.figures import points_of
 from ragen2_trl.report.page import render_report
-from ragen2_trl.report.plots import points_of
-from ragen2_trl.report.summary import summarize
 
 
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer, SNRFilteredGRPOTrainer])
@@ -118,8 +117,9 @@ def test_a_row_holds_the_latest_measurement_of_its_steps_and_the_card_tells_of_i
     logged = {key: row[f"mi/first_turn/{key}"] for key in saved[0].metrics}
     assert logged == pytest.approx(saved[1].metrics)
     assert logged["mi_seq"] != pytest.approx(saved[0].metrics["mi_seq"])
-    assert row["mi/first_turn/retrieval_accuracy"] == measuring.watch.measurements[-1].retrieval_accuracy
-    assert f"Retrieval accuracy at step 4: {saved[1].metrics['retrieval_accuracy']:.1%} of the" in headline(told)
+    assert row["mi/first_turn/retrieval_accuracy"] == measuring.evidence[-1].retrieval_accuracy
+    (fact,) = (fact for fact in facts(told) if fact.key == "mi/first_turn/retrieval_accuracy")
+    assert (fact.last.step, fact.last.number) == (4, pytest.approx(saved[1].metrics["retrieval_accuracy"]))
 
 
 def test_reasonings_are_subsampled_and_prompts_only_above_their_bound(policy_path, prompts, make_args):
@@ -184,8 +184,8 @@ def test_a_resumed_run_logs_what_the_uninterrupted_run_logs(policy_path, prompts
             if key.startswith("mi/") and key != "mi/seconds":
                 assert row[key] == pytest.approx(value, abs=1e-6), key
     assert again.ema["first_turn"].values == pytest.approx(watching.ema["first_turn"].values)
-    assert [finding.regime for finding in judge(again.watch.measurements)] == [
-        finding.regime for finding in judge(watching.watch.measurements)
+    assert [finding.regime for finding in judge(again.evidence)] == [
+        finding.regime for finding in judge(watching.evidence)
     ]
     ema_differs = [
         row["mi/first_turn/mi_zscore_ema_seq"] != row["mi/first_turn/mi_zscore_seq"] for row in rows_of(whole)
@@ -249,14 +249,13 @@ def test_a_measurement_is_of_one_step_wherever_it_is_told(policy_path, prompts, 
     trainer, _ = run(SNRFilteredGRPOTrainer, policy_path, args, prompts, callback={"every": 4})
     assert [row["step"] for row in rows_of(trainer)] == [4, 8]
     told = run_of(trainer)
-    first_and_last = summarize(trainer.state, tmp_path)["mutual_information"]
+    (fact,) = (fact for fact in facts(told) if fact.key == ROW)
     for steps in (
         [evidence.step for evidence in told.evidence],
         [read_measurement(path).step for path in told.measurements],
         [step for step, _ in told.points(ROW)],
         [step for step, _ in points_of(told.rows, ROW)],
-        [first_and_last[end]["step"] for end in ("first", "last")],
-        [evidence.step for evidence in run_of_state(tmp_path, TrainerState(log_history=told.log_history)).evidence],
+        [fact.first.step, fact.last.step],
     ):
         assert steps == [3, 7]
 
@@ -305,7 +304,7 @@ def test_what_stands_beside_a_pooled_measurement_is_of_all_that_was_measured(
     if resume:
         checkpoint = str(tmp_path / "run" / "checkpoint-1")
         trainer, measuring = run(*arguments, {"every": 3, "min_prompts": 3}, resume=checkpoint)
-    (evidence,) = measuring.watch.measurements
+    (evidence,) = measuring.evidence
     assert evidence.success == pytest.approx(0.4)
     cut = [row["completions/clipped_ratio"] for row in trainer.state.log_history[:3]]
     assert evidence.clipped_ratio == pytest.approx(sum(cut) / 3)

@@ -17,7 +17,7 @@ from ragen2_trl.callbacks import mutual_information
 from ragen2_trl.callbacks.mutual_information import group_metrics
 from ragen2_trl.instrument import budget
 from ragen2_trl.instrument.diagnosis import Measurement
-from ragen2_trl.instrument.verdict import headline, judge
+from ragen2_trl.instrument.verdict import judge
 from ragen2_trl.rollout_events import Rollout, listen
 
 
@@ -143,7 +143,7 @@ def test_a_policy_trained_on_templates_does_not_depend_on_its_prompt_yet_while_i
         for share, num_prompts in ((None, 16), (1e-9, 8)):
             trainer, measuring = run(GRPOTrainer, path, args, dataset, callback={"every": 1, "budget": share})
             (row,) = rows_of(trainer)
-            (finding,) = judge(measuring.watch.measurements)
+            (finding,) = judge(measuring.evidence)
             assert row["mi/valid_thinking_rate"] > 0.9
             assert row["mi/first_turn/num_prompts"] == num_prompts
             if depends:
@@ -152,7 +152,6 @@ def test_a_policy_trained_on_templates_does_not_depend_on_its_prompt_yet_while_i
                 assert row["mi/first_turn/mi_seq"] > 0.5 * math.log(num_prompts)
             else:
                 assert finding.regime == "independent"
-                assert headline([finding]).startswith("Dependence on the prompt is not shown yet (p = ")
                 assert not [text for text in warnings_of(caplog) if "ollapse" in text]
                 assert row["mi/regime/depends_on_prompt"] == 0.0
                 assert row["mi/first_turn/conditional_entropy_token"] > 0.5 * math.log(8)
@@ -191,7 +190,13 @@ def test_drift_into_template_collapse_warns_once_and_stops_where_asked_to(
     warnings = [text for text in warnings_of(caplog) if "become a template" in text]
     assert len(warnings) == told
     if told:
-        for part in ("Step 4: ", "since step 3 ", "10.0% of 64", "chance: 10.0%", "step 1: 90.0%"):
+        for part in (
+            "Step 4: ",
+            "since step 3 ",
+            "chance 0.1",
+            "retrieval accuracy 0.1",
+            "best retrieval accuracy 0.9",
+        ):
             assert part in warnings[0]
         rows = [row["mi/regime/collapsed"] for row in rows_of(trainer)]
         assert rows == [0.0] * 3 + [1.0] * (1 if stop_on else 3)

@@ -16,7 +16,7 @@ from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.cli.train import ALGORITHMS
 from ragen2_trl.cli.train import main as train
 from ragen2_trl.envs import DatasetEnvironment, make_env, own_data
-from ragen2_trl.envs.checks import check_text_or_messages
+from ragen2_trl.text import check_text_or_messages
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 MODULE = """

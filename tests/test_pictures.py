@@ -137,7 +137,7 @@ def test_a_vision_language_model_plays_what_it_sees(name, protocol, model, proce
     trainer._generate_single_turn = reading
     trainer.add_callback(EpisodeCallback(trainer))
     trainer.train()
-    for one in read_episodes(Path(args.output_dir) / "_episodes" / "train_00001.parquet"):
+    for one in read_episodes(Path(args.output_dir) / "_episodes" / "train_00001.jsonl"):
         calls = [message for message in one.messages if "tool_calls" in message]
         assert len(one.boards) == len(one.turns) + 1
         assert len(calls) >= len(one.turns) if protocol == "tools" else not calls  # some are answered "over"

@@ -6,16 +6,13 @@ import stat
 import subprocess
 import sys
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from accelerate import PartialState
+from played_episodes import lake
 
-from ragen2_trl.cli.samples import read_completions
-from ragen2_trl.record import files, parquet
+from ragen2_trl.record import files, saved_episodes
 from ragen2_trl.record.lock import LOCK, alone_in
-from ragen2_trl.record.parquet import open_parquet, rows_of
-from ragen2_trl.record.saved_episodes import MAX_EPISODES, read_episodes
+from ragen2_trl.record.saved_episodes import read_episodes, save_episodes
 from ragen2_trl.saved_state import UNFINISHED
 from ragen2_trl.trainers.checkpoints import MANIFEST, write_manifest
 
@@ -28,7 +25,7 @@ WRITERS = {
 
 
 PIPES = (
-    *("checkpoint-2/trainer_state.json", "_episodes/train_00001.parquet", "_measurements/group_rewards.jsonl"),
+    *("checkpoint-2/trainer_state.json", "_episodes/train_00001.jsonl", "_measurements/group_rewards.jsonl"),
     *("_measurements/measurement_00001.json", "completions/completions_00001.parquet"),
 )
 
@@ -111,31 +108,11 @@ def test_pipes_beside_a_runs_log_hold_nothing_up(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_episodes_of_more_rows_than_are_read_are_refused_before_they_are_decoded(tmp_path):
-    path = tmp_path / "train_00001.parquet"
-    count = MAX_EPISODES + 1
-    pq.write_table(
-        pa.table({"task": pa.DictionaryArray.from_arrays(pa.nulls(count, pa.int32()).fill_null(0), ["a"])}), path
-    )
-    with pytest.raises(ValueError, match="episodes must be 1 to"):
+def test_more_episodes_than_are_read_are_refused(tmp_path, monkeypatch):
+    path = save_episodes(tmp_path, lake(0.5))
+    monkeypatch.setattr(saved_episodes, "MAX_EPISODES", 3)
+    with pytest.raises(ValueError, match="episodes must be 1 to 3"):
         read_episodes(path)
-
-
-def test_parquet_of_more_rows_than_are_read_is_refused_before_it_is_decoded(tmp_path):
-    path = tmp_path / "completions.parquet"
-    count = parquet.MAX_ROWS + 1
-    same = pa.DictionaryArray.from_arrays(pa.nulls(count, pa.int32()).fill_null(0), ["a"])
-    pq.write_table(pa.table({"prompt": same, "completion": same}), path)
-    assert path.stat().st_size < 100_000
-    with pytest.raises(ValueError, match="rows must be at most"):
-        read_completions(path)
-
-
-def test_parquet_of_large_values_is_given_up_where_they_no_longer_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "MAX_BYTES", 10_000)
-    path = tmp_path / "wide.parquet"
-    pq.write_table(pa.table({"text": ["x" * 100] * 1000}), path)
-    with pytest.raises(ValueError, match="bytes"):
-        rows_of(open_parquet(path))
-    pq.write_table(pa.table({"text": ["x" * 100] * 50}), path)
-    assert rows_of(open_parquet(path)) == [{"text": "x" * 100}] * 50
+    monkeypatch.setattr(saved_episodes, "MAX_BYTES", 10)
+    with pytest.raises(OSError, match="at most 10 bytes"):
+        read_episodes(path)

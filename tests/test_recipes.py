@@ -191,7 +191,8 @@ def test_a_recipe_of_the_paper_trains_with_the_model_cut_down(name, lora, policy
     train(["--config", str(tmp_path / "cut.yaml"), "--model", str(tmp_path / "model"), "--output_dir", str(run)])
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 2
-    assert [curve["evaluations"] for curve in summary["held_out"].values()] == [2]  # before, and after two steps
+    (curve,) = (fact for fact in summary["facts"] if fact["key"] == "held_out_success")
+    assert [curve[end]["step"] for end in ("first", "last")] == [0, 2]
 
 
 @pytest.mark.parametrize("name", PAPER)

@@ -202,25 +202,26 @@ def test_a_policy_that_learned_between_the_groups_of_a_prompt_is_not_taken_for_l
 @pytest.mark.parametrize(
     ("chances", "size", "times", "cure"),
     [
-        (np.full((400, 1), 0.18), 2, 4, "larger groups, as groups of 8 "),
-        (np.full((400, 1), 0.18), 2, 1, "larger groups or PROMPTS"),
-        (np.full((400, 1), 0.1), 4, 1, "larger groups, as groups of 16 "),
-        (np.full((400, 1), 0.1), 4, 4, "larger groups, as groups of 16 "),
-        (np.full((400, 1), 0.0005), 2, 4, "PROMPTS"),
-        (np.full((400, 1), 0.002), 8, 1, "PROMPTS"),
-        (np.repeat([[0.0], [0.3]], [300, 100], axis=0), 4, 1, "PROMPTS"),
+        (np.full((400, 1), 0.18), 2, 4, 8),
+        (np.full((400, 1), 0.18), 2, 1, "either"),
+        (np.full((400, 1), 0.1), 4, 1, 16),
+        (np.full((400, 1), 0.1), 4, 4, 16),
+        (np.full((400, 1), 0.0005), 2, 4, "prompts"),
+        (np.full((400, 1), 0.002), 8, 1, "prompts"),
+        (np.repeat([[0.0], [0.3]], [300, 100], axis=0), 4, 1, "prompts"),
     ],
 )
 def test_other_prompts_are_advised_only_where_larger_groups_would_not_help(chances, size, times, cure, solved):
     log = prompts_again(lambda time: 1 - chances if solved else chances, size, times)
     with np.errstate(invalid="ignore"):  # without a live group
         (fault,) = find_faults(log, Replays(log, 0, 0.5).other_sizes())
-    what = "harder" if solved else "easier"
-    assert f"): {cure.replace('PROMPTS', what + ' prompts')}" in fault
-    assert ("larger" in cure) == ("larger" in fault)
-    if "as groups of" in fault:
-        size, share = map(int, re.search(r"groups of (\d+) would be live in (\d+)%", fault).groups())
-        assert share == pytest.approx(100 * live_of(chances, size), abs=4)
+    assert fault.name == ("all_solved" if solved else "all_failed")
+    (advice,) = fault.advice
+    assert ("num_generations" in advice) == (cure != "prompts")
+    assert (("harder" if solved else "easier") + " prompts" in advice) == (cure in ("prompts", "either"))
+    if isinstance(cure, int):
+        size, share = map(int, re.search(r"groups of (\d+) would be live in (\d+)%", advice).groups())
+        assert size == cure and share == pytest.approx(100 * live_of(chances, size), abs=4)
 
 
 # Intervals
@@ -534,26 +535,26 @@ def test_groups_alive_through_one_reward_alone_are_told_with_an_example():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "more", "part"),
+    ("rewards", "more", "name"),
     [
-        ([[1, 1], [1, 1], [0, 1]], {}, "all solved"),
-        ([[0, 0], [0, 0], [0, 1]], {}, "all failed"),
-        ([[0.1, 0.1], [0.1, 0.1]], {}, "Every reward is 0.1"),
-        ([[0, 1], [0, 1]], {"history": [{"completions/clipped_ratio": 0.95}]}, "cut at the length limit"),
+        ([[1, 1], [1, 1], [0, 1]], {}, "all_solved"),
+        ([[0, 0], [0, 0], [0, 1]], {}, "all_failed"),
+        ([[0.1, 0.1], [0.1, 0.1]], {}, "one_reward"),
+        ([[0, 1], [0, 1]], {"history": [{"completions/clipped_ratio": 0.95}]}, "cut"),
         (
             [[0, 1], [0, 1]],
             {"by_function": {"solved": np.zeros((2, 2)), "form": np.array([[0, 1.0], [0, 1]])}},
-            "Only form varies; solved",
+            "constant_reward",
         ),
-        ([[0.3, 0.30000004], [0, 1]], {}, "rounding alone"),
-        ([[0.7, 0.7], [0, 1]], {"advantages": np.array([[6e-4, 6e-4], [-1, 1]])}, "TRL's rounding"),
-        ([[np.nan, 1], [0, 1], [0, 1]], {}, "No reward in 1 of 6 completions"),
-        ([[np.nan, np.nan]], {}, "No completion has a reward"),
+        ([[0.3, 0.30000004], [0, 1]], {}, "rounding"),
+        ([[0.7, 0.7], [0, 1]], {"advantages": np.array([[6e-4, 6e-4], [-1, 1]])}, "noisy_advantages"),
+        ([[np.nan, 1], [0, 1], [0, 1]], {}, "missing_rewards"),
+        ([[np.nan, np.nan]], {}, "no_reward"),
     ],
 )
-def test_what_is_wrong_is_said_and_nothing_else(rewards, more, part):
+def test_what_is_wrong_is_found_and_nothing_else(rewards, more, name):
     (fault,) = find_faults(make_log(rewards, **more))
-    assert part in fault
+    assert (fault.kind, fault.name, fault.severity) == ("data", name, "warning")
 
 
 @pytest.mark.parametrize(("live", "part"), [(1, "rests on 1 live group:"), (4, "rests on 4 live groups:"), (5, None)])

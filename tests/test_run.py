@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 from ragen2_trl.cli import train
 from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.envs import FrozenLake, make_env
-from ragen2_trl.instrument.verdict import Collapse, Evidence
+from ragen2_trl.instrument.verdict import Evidence
 from ragen2_trl.record.run import Run, read_run
 from ragen2_trl.record.saved_measurement import SavedMeasurement, read_measurement
 from ragen2_trl.record.settings import public
@@ -59,6 +59,17 @@ def rows(last):
     return [row(step) for step in range(1, last + 1)]
 
 
+def collapses_of(run):
+    """(regime at its end, first step) of each collapse."""
+    return list({one.since: (one.regime, one.since) for one in run.judgements if one.is_collapsed}.values())
+
+
+def said_of(run):
+    """What is found of its reasoning."""
+    (finding,) = (one for one in run.findings if one.kind == "reasoning")
+    return finding.name
+
+
 def test_a_run_of_trls_own_trainer_tells_what_its_state_knows_of_the_settings(policy_path, prompts, make_args):
     def length(completions, **kwargs):
         return [float(len(text)) for text in completions]
@@ -77,7 +88,7 @@ def test_diagnostics_alone_are_enough(tmp_path):
     about = {"settings": {"seed": 3}, "versions": {"trl": "1.0"}}
     (tmp_path / "diagnostics" / "run.json").write_text(json.dumps(about))
     run = read_run(tmp_path)
-    assert (run.status, run.verdict) == ("finished 100 steps", "Reasoning depends on its prompt")
+    assert (run.status, said_of(run)) == ("finished 100 steps", "dependent")
     assert (len(run.rows), run.success_metric, run.environment) == (100, "env/lake/success", "lake")
     assert (run.settings, run.versions) == ({"seed": 3}, {"trl": "1.0"})
     assert run.points("entropy") == []
@@ -119,21 +130,20 @@ def test_files_of_steps_are_in_their_order_and_others_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("measured_at", "step", "mood", "verdict"),
+    ("measured_at", "step", "name"),
     [
-        ((5, 15, 25), 45, "healthy", "Reasoning depends on its prompt"),  # measured every tenth step
-        ((5, 15, 25), 46, "suspect", "Reasoning depended on its prompt when last measured, at step 25"),
-        ((1,), 8, "healthy", "Reasoning depends on its prompt"),  # where every step is logged, the next is at step 11
-        ((1,), 21, "healthy", "Reasoning depends on its prompt"),
-        ((1,), 22, "suspect", "Reasoning depended on its prompt when last measured, at step 1"),
-        ((50,), 150, "healthy", "Reasoning depends on its prompt"),
-        ((1, 2, 3), 6, "suspect", "Reasoning depended on its prompt when last measured, at step 3"),
+        ((5, 15, 25), 45, "dependent"),  # measured every tenth step
+        ((5, 15, 25), 46, "stale"),
+        ((1,), 8, "dependent"),  # where every step is logged, the next is at step 11
+        ((1,), 21, "dependent"),
+        ((1,), 22, "stale"),
+        ((50,), 150, "dependent"),
+        ((1, 2, 3), 6, "stale"),
     ],
 )
-def test_a_verdict_does_not_outlive_its_measurements(tmp_path, measured_at, step, mood, verdict):
+def test_a_verdict_does_not_outlive_its_measurements(tmp_path, measured_at, step, name):
     write_state(tmp_path / "diagnostics", step, rows(step), measurements=[measured(at) for at in measured_at])
-    run = read_run(tmp_path)
-    assert (run.verdict_status, run.verdict) == (mood, verdict)
+    assert said_of(read_run(tmp_path)) == name
 
 
 def test_a_log_history_is_enough_and_adds_what_came_after_the_last_checkpoint(tmp_path):
@@ -176,12 +186,8 @@ def test_a_folder_without_a_run_is_refused_by_name(tmp_path):
 def test_a_run_that_logged_nothing_is_told_as_far_as_it_came(tmp_path):
     write_state(tmp_path / "diagnostics", 0, [])
     run = read_run(tmp_path)
-    assert (run.status, run.verdict, run.rows, run.collapses) == (
-        "unfinished: at step 0 of 100",
-        "Not measured",
-        [],
-        [],
-    )
+    assert (run.status, run.rows, run.judgements) == ("unfinished: at step 0 of 100", [], [])
+    assert [finding.name for finding in run.findings] == ["too_early", "not_measured", "unreadable", "no_rows"]
     assert (run.success_metric, run.points("reward")) == (None, [])
 
 
@@ -198,36 +204,30 @@ def test_an_evaluation_after_training_is_shown_only_when_training_is_over(tmp_pa
     assert read_run(tmp_path).status == "finished 100 steps"
 
 
-WEAKER = "Depends less on its prompt at step {} "
-TEMPLATE = "Reasoning has become a template: since step {} "
-THE_SAME = "Reasoning has become nearly the same words for every prompt: since step {} "
-AGAIN = "Reasoning depends on its prompt again: it was a template from step {} to {}"
-
-
 @pytest.mark.parametrize(
-    ("letters", "collapses", "verdict"),
+    ("letters", "collapses", "name"),
     [
-        ("dd", [], "Reasoning depends on its prompt"),
-        ("dcdc", [], "Reasoning depends on its prompt"),
-        ("tt", [], "Dependence on the prompt is not shown yet (p = "),
-        ("ddt", [], WEAKER.format(30)),
-        ("ddtt", [Collapse("template_collapse", 30, None)], TEMPLATE.format(30)),
-        ("dlll", [Collapse("low_entropy_collapse", 20, None)], THE_SAME.format(20)),
-        ("dttd", [Collapse("template_collapse", 20, 30)], AGAIN.format(20, 30)),
-        ("tdtd", [], "Reasoning depends on its prompt"),
-        ("dttl", [Collapse("low_entropy_collapse", 20, None)], THE_SAME.format(20)),
-        ("dtltd", [Collapse("template_collapse", 20, 40)], AGAIN.format(20, 40)),
-        ("dttdt", [Collapse("template_collapse", 20, 30)], WEAKER.format(50)),
+        ("dd", [], "dependent"),
+        ("dcdc", [], "dependent"),
+        ("tt", [], "independent"),
+        ("ddt", [], "weaker"),
+        ("ddtt", [("template_collapse", 30)], "template_collapse"),
+        ("dlll", [("low_entropy_collapse", 20)], "low_entropy_collapse"),
+        ("dttd", [("template_collapse", 20)], "recovered"),
+        ("tdtd", [], "dependent"),
+        ("dttl", [("low_entropy_collapse", 20)], "low_entropy_collapse"),
+        ("dtltd", [("template_collapse", 20)], "recovered"),
+        ("dttdt", [("template_collapse", 20)], "weaker"),
         (
             "dttdll",
-            [Collapse("template_collapse", 20, 30), Collapse("low_entropy_collapse", 50, None)],
-            THE_SAME.format(50),
+            [("template_collapse", 20), ("low_entropy_collapse", 50)],
+            "low_entropy_collapse",
         ),
     ],
 )
-def test_two_measurements_in_a_row_below_what_was_make_a_collapse(tmp_path, letters, collapses, verdict):
+def test_two_measurements_in_a_row_below_what_was_make_a_collapse(tmp_path, letters, collapses, name):
     run = Run(tmp_path, [], [measured(10 * (i + 1), letter) for i, letter in enumerate(letters)])
-    assert run.collapses == collapses and run.verdict.startswith(verdict)
+    assert collapses_of(run) == collapses and said_of(run) == name
 
 
 def test_a_measurement_comes_back_as_it_was_saved(tmp_path):
@@ -354,8 +354,8 @@ def test_a_log_alone_tells_its_regimes(tmp_path):
     del rows[3]["mi/first_turn/num_completions"]
     (tmp_path / "log_history.json").write_text(json.dumps([{"reward": 0.5, "step": 1}, *rows]))
     run = read_run(tmp_path)
-    assert run.regimes == [(10, "diverse"), (20, "weaker"), (30, "template_collapse")]
-    assert run.verdict.startswith(TEMPLATE.format(20))
+    assert [one.regime for one in run.judgements] == ["diverse", "weaker", "template_collapse"]
+    assert said_of(run) == "template_collapse"
 
 
 def test_a_log_tells_what_qualifies_its_verdict(tmp_path):
@@ -366,28 +366,30 @@ def test_a_log_tells_what_qualifies_its_verdict(tmp_path):
     }
     (tmp_path / "log_history.json").write_text(json.dumps([row]))
     run = read_run(tmp_path)
-    for part in ("What the model writes depends on its prompt", "no closed think tag", "88% of completions cut"):
-        assert part in run.verdict
-    for part in ("closed reasoning 0%", "success 2%", "88% of completions cut"):
-        assert part in run.beside
+    (finding,) = (one for one in run.findings if one.kind == "reasoning")
+    assert finding.name == "dependent" and "no closed think tag" in finding.sentence
+    qualifiers = {"valid_thinking_rate": 0.0, "success": 0.02, "clipped_ratio": 0.875}
+    assert qualifiers.items() <= finding.numbers.items()
 
 
 def test_a_run_whose_steps_were_all_empty_has_not_collapsed(tmp_path):
     rows = [logged(step, letter) | {"snr/empty_steps": step} for step, letter in ((1, "d"), (2, "t"), (3, "t"))]
     (tmp_path / "log_history.json").write_text(json.dumps(rows))
-    assert read_run(tmp_path).collapses == []
+    assert collapses_of(read_run(tmp_path)) == []
     (tmp_path / "log_history.json").write_text(json.dumps([row | {"snr/empty_steps": 0} for row in rows]))
-    assert [found.regime for found in read_run(tmp_path).collapses] == ["template_collapse"]
+    assert collapses_of(read_run(tmp_path)) == [("template_collapse", 2)]
 
 
 def test_lost_format_is_failing_training_and_no_word_on_dependence(tmp_path):
     rows = [logged(10 * number, valid=0.9 if number < 14 else 0.1) for number in range(1, 17)]
     (tmp_path / "log_history.json").write_text(json.dumps(rows))
     run = read_run(tmp_path)
-    assert run.collapses == [] and run.verdict == "Reasoning depends on its prompt"
-    assert (run.state.name, run.state.since) == ("failing", 160) and "mi/valid_thinking_rate" in run.state.why
+    assert collapses_of(run) == [] and said_of(run) == "dependent"
+    state = run.findings[0]
+    assert (state.kind, state.name, state.since, state.severity) == ("training", "failing", 160, "failure")
+    assert "mi/valid_thinking_rate" in state.sentence
     (tmp_path / "log_history.json").write_text(json.dumps(rows[:15]))
-    assert read_run(tmp_path).state is None  # two measurements may be chance
+    assert read_run(tmp_path).findings[0].name == "too_early"  # two measurements may be chance
 
 
 def test_a_run_that_had_no_group_to_train_on_has_learnt_nothing():
@@ -396,6 +398,9 @@ def test_a_run_that_had_no_group_to_train_on_has_learnt_nothing():
             Path("run"), [{"reward": 1.0, "step": i, "snr/kept_fraction": kept} for i, kept in enumerate(shares)]
         )
 
-    assert run(0.0, 0.0).has_learnt_nothing
-    assert not run(0.0, 0.25).has_learnt_nothing
-    assert not Run(Path("run"), [{"reward": 1.0, "step": 1}]).has_learnt_nothing  # TRL's own trainer keeps all
+    def has_learnt_nothing(run):
+        return "nothing_learnt" in [finding.name for finding in run.findings]
+
+    assert has_learnt_nothing(run(0.0, 0.0))
+    assert not has_learnt_nothing(run(0.0, 0.25))
+    assert not has_learnt_nothing(Run(Path("run"), [{"reward": 1.0, "step": 1}]))  # TRL's own trainer keeps all

@@ -6,8 +6,6 @@ import random
 from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from every_task import every_picture, rows_of
 from reported_runs import HOSTILE
@@ -15,7 +13,7 @@ from reported_runs import HOSTILE
 from ragen2_trl import cli
 from ragen2_trl.envs import format_response, make_env
 from ragen2_trl.envs.drawing import draw_board
-from ragen2_trl.record.saved_episodes import SCHEMA, episodes_of, read_episodes, save_episodes
+from ragen2_trl.record.saved_episodes import episodes_of, read_episodes, save_episodes
 
 SECRET = f"sk-{'0123456789abcdef' * 2}"
 
@@ -58,42 +56,30 @@ def test_a_board_is_drawn_as_the_task_draws_itself(name):
                 episode.step(episode.random_action(rng))
 
 
-def test_what_is_read_is_what_was_saved_and_both_files_say_the_same(tmp_path):
+def test_what_is_read_is_what_was_saved(tmp_path):
     saved = records([format_response("Go.", ["Right"]), "?", format_response("", ["Down", "Down"])], step=7)
     path = save_episodes(tmp_path / "new", saved, "train", step=7)
-    assert path.name == "train_00007.parquet"
+    assert path.name == "train_00007.jsonl"
     assert read_episodes(path) == saved
-    lines = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
-    assert [*map(plain, lines)] == pq.read_table(path).to_pylist()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line, episode in zip(lines, saved, strict=True):
         roles = [message["role"] for message in line["messages"]]
         assert roles[:3] == ["system", "user", "assistant"]
         assert line["return"] == pytest.approx(sum(turn["reward"] for turn in line["turns"]))
         assert [turn["valid"] for turn in line["turns"]] == [turn.valid for turn in episode.turns]
         assert len(line["boards"]) == len(line["turns"]) + 1
-    assert [(line["group"], line["sample"], line["step"]) for line in lines] == [
-        (0, 0, 7),
-        (0, 1, 7),
-        (1, 0, 7),
-        (1, 1, 7),
-    ]
-
-
-def plain(line):
-    """As Parquet has it: the same fields in every message."""
-    return {**line, "messages": [{"tool_calls": None, **message} for message in line["messages"]]}
+    places = [(line["group"], line["sample"], line["step"]) for line in lines]
+    assert places == [(0, 0, 7), (0, 1, 7), (1, 0, 7), (1, 1, 7)]
 
 
 def test_hostile_texts_are_kept_line_by_line_and_without_credentials(tmp_path):
     text = f'{HOSTILE}\ud800\n\u2028{{"a": 1}}\r\n api_key={SECRET} https://user:{SECRET}@host/x'
     path = save_episodes(tmp_path, records([text, format_response(SECRET, [SECRET, HOSTILE])]))
-    lines = path.with_suffix(".jsonl").read_text().splitlines()
+    lines = path.read_text().splitlines()
     assert len(lines) == 4  # also for readers who end lines at U+2028
-    for line in (*map(json.loads, lines), *pq.read_table(path).to_pylist()):
+    for line in map(json.loads, lines):
         assert "<script>document.title='owned'</script>" in line["messages"][2]["content"]
-    for file in tmp_path.iterdir():
-        assert SECRET.encode() not in file.read_bytes()
-    assert SECRET not in str(pq.read_table(path).to_pylist())  # whose bytes are compressed
+    assert SECRET.encode() not in path.read_bytes() and len(read_episodes(path)) == 4
 
 
 def test_tool_calls_and_pictures_become_messages(tmp_path):
@@ -127,32 +113,39 @@ def test_numbers_that_no_json_has_are_missing(tmp_path):
     plays[0].turns[0].reward = math.inf
     assert episodes_of(rows["prompt"][:], rows["seed"][:], plays)[0].episode_return is None
     path = save_episodes(tmp_path, [replace(broken, episode_return=None)])
-    assert json.loads(path.with_suffix(".jsonl").read_text())["return"] is None
+    assert json.loads(path.read_text())["return"] is None
     assert read_episodes(path)[0].episode_return is None
 
 
-def test_a_file_of_others_is_refused_in_one_line(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed": "x"}, "seed"),
+        ({"seed": 10**30}, "seed"),
+        ({"extra": 1}, "extra"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\]\.content"),
+        ({"turns": [{"actions": [1], "valid": True, "reward": None}]}, r"turns\[0\]\.actions\[0\]"),
+        ({"boards": [None]}, r"boards\[0\]"),
+    ],
+)
+def test_a_file_of_others_is_refused_in_one_line(changes, said, tmp_path):
     path = save_episodes(tmp_path, records(["?"]))
-    table = pq.read_table(path)
-    nothing = pa.nulls(
-        len(table), pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": pa.string()}))
-    )
-    for changed, said in (
-        (table.drop_columns(["seed"]), "seed"),
-        (table.set_column(4, "seed", pa.array(["x"] * len(table))), "seed"),
-        (table.append_column("extra", pa.array([1] * len(table))), "too many"),
-        (table.set_column(7, "messages", nothing), "messages must not be missing"),
-    ):
-        pq.write_table(changed, path)
-        with pytest.raises(ValueError, match=said) as refused:
-            read_episodes(path)
-        assert "\n" not in str(refused.value)
-    path.write_bytes(b"PAR1 no")
-    with pytest.raises((ValueError, OSError)):
+    first, *others = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(json.loads(first) | changes), *others]))
+    with pytest.raises(ValueError, match=f"row 0 of {path.name}: .*{said}") as refused:
         read_episodes(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_no_file_of_episodes_is_refused(tmp_path):
+    path = tmp_path / "train_00001.jsonl"
+    for content in ("", "{", "[1]", '{"task": "x"}'):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=path.name):
+            read_episodes(path)
     with pytest.raises(ValueError, match="name must be small letters"):
         save_episodes(tmp_path, [], name="../x")
-    assert SCHEMA.names == table.column_names
 
 
 @pytest.mark.slow
@@ -164,7 +157,7 @@ def test_evaluate_saves_what_it_played_and_measures_the_same(model, tmp_path):
     cli.main([*command, "--output", str(outputs[1])])
     metrics, without = (json.loads(path.read_text()) for path in outputs)
     assert metrics == without
-    episodes = read_episodes(tmp_path / "played" / "evaluation_00000.parquet")
+    episodes = read_episodes(tmp_path / "played" / "evaluation_00000.jsonl")
     assert len(episodes) == 6 and len({episode.seed for episode in episodes}) == 3
     assert metrics["success"] == sum(episode.success for episode in episodes) / 6
     assert metrics["return"] == pytest.approx(sum(episode.episode_return for episode in episodes) / 6)

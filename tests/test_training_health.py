@@ -9,6 +9,7 @@ from trl import GRPOTrainer
 from ragen2_trl import SNRFilteredGRPOTrainer, TrainingHealthCallback, cli
 from ragen2_trl.callbacks import TrainingProgressCallback
 from ragen2_trl.instrument import Health, health
+from ragen2_trl.instrument.findings import training_finding
 from ragen2_trl.record.run import read_run
 from ragen2_trl.report.card import inline
 from ragen2_trl.report.page import render_report
@@ -104,8 +105,9 @@ def test_each_state_is_reached_by_training(policy_path, prompts, make_args, capl
     trainer = SNRFilteredGRPOTrainer(policy_path, rewards, args=args, train_dataset=prompts, rollout_func=write)
     trainer.train()
     run = read_run(tmp_path / "run")
-    assert run.state == health(trainer.state.log_history).state
-    assert run.state.name == name and since in (None, run.state.since) and why.lower() in run.state.why.lower()
+    found = run.findings[0]
+    assert found == training_finding(health(trainer.state.log_history).state)
+    assert found.name == name and since in (None, found.since) and why.lower() in found.sentence.lower()
     begun = run.health.history[-1]
     assert any(f"{begun.title} since step {begun.since}" in record.message for record in caplog.records)
     trainer.create_model_card()
@@ -234,6 +236,6 @@ def test_live_line_card_and_record_say_the_same(policy_path, prompts, make_args,
     assert ["FAILING: valid answers" in line for line in lines] == [False] * 10 + [True] * 3
     trainer.create_model_card()
     card = (tmp_path / "run" / "README.md").read_text()
-    run = read_run(tmp_path / "run")
-    assert (run.state.name, run.state.since) == ("failing", 11)
-    assert card.count("failing since step 11") == 3  # at its head, and twice among the diagnostics
+    found = read_run(tmp_path / "run").findings[0]
+    assert (found.name, found.since) == ("failing", 11)
+    assert card.count("failing since step 11") == 2  # at its head, and among the diagnostics

@@ -1,7 +1,5 @@
 """`ragen2-trl what-if`: the logs that it reads, on real runs, and the one line for what cannot be read."""
 
-import csv
-import html
 import json
 import os
 import pickle
@@ -152,22 +150,6 @@ def write_lines(path, rows):
     return path
 
 
-def test_lines_sheets_and_dumps_of_verl_hold_the_same_groups(tmp_path):
-    lines = read_completion_log(write_lines(tmp_path / "rows.jsonl", ROWS))
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["prompt", "completion", "reward"])
-        writer.writeheader()
-        writer.writerows(ROWS)
-    (tmp_path / "verl").mkdir()
-    dump = [{"input": row["prompt"], "output": row["completion"], "score": row["reward"]} for row in ROWS]
-    write_lines(tmp_path / "verl" / "7.jsonl", dump)
-    for other in (read_completion_log(tmp_path / "rows.csv"), read_completion_log(tmp_path / "verl")):
-        assert other.rewards.tolist() == lines.rewards.tolist() == [[0, 1, 1, 1]] * 3
-        assert other.prompts.tolist() == [0, 1, 2] and other.lengths.tolist() == [[1, 2, 3, 4]] * 3
-    assert read_completion_log(tmp_path / "verl").steps.tolist() == [7, 7, 7]
-    assert lines.unit == "characters" and any("no step" in note for note in lines.notes)
-
-
 def test_equal_prompts_of_a_step_are_a_group_wherever_they_stand(tmp_path):
     """As in files of several processes, or interleaved ones."""
     (tmp_path / "dump").mkdir()
@@ -192,12 +174,6 @@ def test_messages_are_one_prompt_in_any_order_of_keys(tmp_path):
     assert log.rewards.shape == (2, 2) and log.prompts.tolist() == [0, 1] and log.lengths.tolist() == [[2, 2]] * 2
 
 
-def test_pictures_in_prompts_are_no_text(tmp_path):
-    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]}]
-    rows = [{"prompt": prompt, "completion": "x", "reward": one} for one in (0, 1)]
-    assert read_completion_log(write_lines(tmp_path / "rows.jsonl", rows)).prompt_lengths.tolist() == [3]
-
-
 def test_incomplete_groups_are_left_out_and_counted(tmp_path):
     log = read_completion_log(write_lines(tmp_path / "rows.jsonl", ROWS[:-1]))
     assert log.rewards.shape == (2, 4) and any("Left out: 3 of 11 completions" in note for note in log.notes)
@@ -215,23 +191,12 @@ def test_half_a_file_is_left_out_of_a_folder_and_named(run, tmp_path):
     assert log.steps.tolist() == [1, 1, 3, 3] and any("completions_00002.parquet" in note for note in log.notes)
 
 
-def test_half_of_the_last_line_is_left_out(tmp_path):
-    path = write_lines(tmp_path / "rows.jsonl", ROWS)
-    path.write_text(path.read_text() + '{"prompt": "first", "comp')
-    log = read_completion_log(path)
-    assert len(log) == 3 and any("half written" in note for note in log.notes)
-
-
-def test_a_log_beyond_the_limits_is_cut_or_named(tmp_path, monkeypatch):
+def test_a_log_beyond_the_limit_is_cut(tmp_path, monkeypatch):
     path = write_lines(tmp_path / "rows.jsonl", ROWS)
     monkeypatch.setattr(completions, "MAX_ROWS", 8)
     log = read_completion_log(path)
     assert log.rewards.shape == (2, 4) and any("first 8 completions" in note for note in log.notes)
-    write_lines(path, [*ROWS, {**ROWS[0], "completion": "a" * 200}, *ROWS])
-    monkeypatch.setattr(completions, "MAX_ROWS", 100)
-    monkeypatch.setattr(completions, "MAX_LINE", 150)
-    with pytest.raises(ValueError, match=r"rows\.jsonl must have at most 150 characters"):
-        read_completion_log(path)
+    assert log.unit == "characters" and any("no step" in note for note in log.notes)
 
 
 def test_steps_of_an_evaluation_are_left_out(run, tmp_path):
@@ -286,7 +251,7 @@ def test_rewards_of_a_run_of_ours_are_read_without_completions(tmp_path):
     write_lines(tmp_path / "_measurements" / "group_rewards.jsonl", rows)
     found = what_if(tmp_path)
     assert found.log.rewards.tolist() == [[0, 1], [1, 1]] * 2 and not found.log.knows_prompts
-    assert any("Left out: 2 of 6 groups" in note for note in found.notes)
+    assert any("Left out: 2 of 10 completions" in note for note in found.notes)
 
 
 def test_weights_make_the_sum(run):
@@ -422,11 +387,7 @@ LINE = {"prompt": "a", "completion": "b", "reward": 1}
     ("rows", "parts"),
     [
         ([LINE, {**LINE, "reward": "much"}], ["row 1 of odd.jsonl", "reward", "number", "much"]),
-        ([LINE, {**LINE, "prompt": 5}], ["row 1 of odd.jsonl", "prompt", "messages"]),
-        ([LINE, {**LINE, "step": 0.5}], ["row 1 of odd.jsonl", "step", "0.5"]),
-        ([{"prompt": "a", "reward": 1}], ["row 0 of odd.jsonl", "completion"]),
         ([{"prompt": "a", "completion": "b"}], ["row 0 of odd.jsonl", "reward"]),
-        ([[1, 2]], ["row 0 of odd.jsonl", "JSON", "list"]),
         ([LINE, {**LINE, "prompt": "c"}], ["no whole group", "2 rows", "num_generations"]),
         ([], ["no completions", "allowed"]),
     ],
@@ -438,24 +399,6 @@ def test_what_cannot_be_read_is_answered_in_a_line(tmp_path, capsys, rows, parts
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(part in said for part in parts)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("odd.parquet", b"PAR1 no more"),
-        ("odd.csv", b"prompt,completion\n\xff\xfe,b\n"),
-        ("odd.jsonl", b"\xff\n{}"),
-        ("odd.pt", b"x"),
-    ],
-)
-def test_files_of_another_form_are_named_in_a_line(tmp_path, capsys, name, content):
-    (tmp_path / name).write_bytes(content)
-    for path in (tmp_path / name, tmp_path / "none"):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["what-if", str(path)])
-        said = capsys.readouterr().err
-        assert ended.value.code == 2 and said.count("\n") == 1 and path.name in said
 
 
 @pytest.mark.parametrize(
@@ -475,18 +418,6 @@ def test_a_flag_out_of_range_is_named(tmp_path, capsys, arguments, part):
     assert ended.value.code == 2 and part in capsys.readouterr().err
 
 
-def test_the_page_loads_nothing_and_escapes_what_a_model_wrote(tmp_path, capsys):
-    rows = [
-        {"prompt": "<script>alert(1)</script>", "completion": "x", "<b>form": float(member), "solved": 1.0, "step": 1}
-        for member in (0, 1)
-    ]
-    shown(capsys, write_lines(tmp_path / "<i>.jsonl", rows), "--html", tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    for tag in ("<script", "<b>", "<i>", "src=", 'href="http'):
-        assert tag not in page
-    assert "&lt;b&gt;form" in page and "<svg" in page and "nonzero" in page
-
-
 def test_escape_codes_in_prompts_and_names_do_not_reach_the_terminal(tmp_path, capsys):
     rows = [
         {"prompt": "\x1b]0;owned\x07\x1b[2J", "completion": "x", "\x1b[31mform": float(member), "solved": 1.0}
@@ -494,27 +425,6 @@ def test_escape_codes_in_prompts_and_names_do_not_reach_the_terminal(tmp_path, c
     ]
     out = shown(capsys, write_lines(tmp_path / "rows.jsonl", rows))
     assert "form" in out and "\x1b" not in out and "\x07" not in out
-
-
-# The report
-
-
-def test_the_report_of_a_run_says_what_would_pay_as_the_command_does(run, tmp_path):
-    found = what_if(run)
-    cli.main(["report", str(run), "--output", str(tmp_path / "report.html")])
-    page = html.unescape((tmp_path / "report.html").read_text())
-    for said in (found.advice, *found.faults, *found.notes[:1], *(one.finding for one in found.remedies)):
-        assert said in page, said
-
-
-def test_the_report_says_why_a_log_cannot_tell_what_would_pay(run, tmp_path):
-    for path in (run / "completions").iterdir():
-        rows = pd.read_parquet(path)
-        (tmp_path / "run" / "completions").mkdir(parents=True, exist_ok=True)
-        rows.iloc[:1].to_parquet(tmp_path / "run" / "completions" / path.name)
-    shutil.copytree(run / "checkpoint-3", tmp_path / "run" / "checkpoint-3")
-    cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "report.html")])
-    assert "Remedies cannot be estimated" in (tmp_path / "report.html").read_text()
 
 
 HOSTILE = {
@@ -525,12 +435,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_record_of_any_content_leaves_the_rest_of_the_report(what, run, tmp_path, capsys):
+def test_a_record_of_any_content_is_read_or_refused_in_a_line(what, run, tmp_path, capsys):
     (tmp_path / "run" / "_measurements").mkdir(parents=True)
     shutil.copytree(run / "checkpoint-3", tmp_path / "run" / "checkpoint-3")
     write_lines(tmp_path / "run" / "_measurements" / "group_rewards.jsonl", [HOSTILE[what]])
-    cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "report.html")])
-    assert "success" in (tmp_path / "report.html").read_text()
     if what == "reward":
         assert "2 completions are read" in " ".join(shown(capsys, tmp_path / "run").split())
     else:
@@ -558,7 +466,7 @@ def test_weights_that_a_plain_run_does_not_save_are_named_where_they_matter(poli
     trainer.train()
     trainer.save_state()
     found, given = what_if(tmp_path / "run"), what_if(tmp_path / "run", reward_weights=[1.0, 0.2])
-    faults = " ".join(found.faults)
+    faults = " ".join(one.text for one in found.faults)
     assert "other weights" in faults and "rounding" not in faults
     told, more = ([note for note in one.notes if "--reward_weights" in note] for one in (found, given))
     assert len(told) == 1 and "first, second" in told[0] and not more

@@ -55,7 +55,7 @@ class EnvironmentEvalCallback(TrainerCallback):
     `metric_for_best_model` may name another metric, such as `eval/env/sokoban/pass@4`. Of equals, the earliest is the
     best; the model that training begins with has no checkpoint.
 
-    Episodes are saved as `_episodes/evaluation_<step>.parquet` and `.jsonl` in `output_dir`, for `ragen2-trl report`.
+    Episodes are saved as `_episodes/evaluation_<step>.jsonl` in `output_dir`, for `ragen2-trl report`.
     Our environments are played by the model that trains, also where the trainer samples with vLLM. Rows of `dataset`
     are played by vLLM there, and its random state moves on. On several processes each plays its share.
 

@@ -1,4 +1,4 @@
-"""Episodes that a trainer plays are saved now and then, to be looked at: Parquet and JSONL beside its checkpoints."""
+"""Episodes that a trainer plays are saved now and then, to be looked at, as JSONL beside its checkpoints."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ Generation = tuple[int, int]
 class EpisodeCallback(TrainerCallback):
     """
     Saves the episodes of a training step now and then: messages, actions, rewards, validity, seeds and boards, as
-    `train_<step>.parquet` and `train_<step>.jsonl` in `_episodes/` of `output_dir`, which no upload takes along.
+    `train_<step>.jsonl` in `_episodes/` of `output_dir`, which no upload takes along.
     `ragen2-trl report` shows them. Training stays bit-identical.
 
     It sees what `TextRollout`, the reward functions of a task and its tools play, of one task or of several, on all

@@ -1,10 +1,11 @@
 """Whether reasoning still depends on its input, measured while a model trains (arXiv 2604.06268)."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, TypedDict, cast
 
 import numpy as np
@@ -16,7 +17,6 @@ from transformers import Trainer, TrainerCallback
 
 from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.pooling import POOL_FILE, Generation, Pool, joined, joined_selection, what_layout_means
-from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of, logged_beside, regime_flags
 from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.callbacks.whole_model import whole_model
 from ragen2_trl.filtering import check_choice, zero_variance
@@ -34,10 +34,11 @@ from ragen2_trl.instrument.diagnosis import (
     measure_first_turn,
     measure_trajectory,
 )
+from ragen2_trl.instrument.findings import reasoning_finding
 from ragen2_trl.instrument.information import MarginalStdEMA
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
-from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN, Finding
+from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN, Evidence, Judgement, begins, judge, regime_flags
 from ragen2_trl.metrics import STEP_OF_MI
 from ragen2_trl.record.files import MEASUREMENTS
 from ragen2_trl.record.run import MI_STATE, run_of
@@ -62,7 +63,7 @@ STOP_ON_TEMPLATE = "template_even_if_success_rises"
 class InformationState(TypedDict):
     """What a checkpoint keeps."""
 
-    watch: RegimeWatch
+    watch: dict[str, list[Evidence]]
     ema: dict[str, dict[str, float]]
     last_step: int | None
     asked: int | None
@@ -196,14 +197,14 @@ class MutualInformationCallback(TrainerCallback):
         self._reset()
 
     def _reset(self) -> None:
-        self.watch = RegimeWatch()
+        self.evidence: list[Evidence] = []  # of all measurements of the run
         self.ema = {scope: MarginalStdEMA() for scope in self.scopes if scope != ANSWERS}
         self.last_step: int | None = None  # the optimizer step that asked for the latest measurement
         self._asked: int | None = None  # the optimizer step that asked for one which waits for more prompts
         self._pool.take()  # of an earlier run
         self._latest: Generation | None = None  # until it is known which of its groups are kept
         self._measured: list[Generation] = []  # by the latest measurement, until it is saved
-        self._finding: Finding | None = None  # of the latest measurement
+        self._judgement: Judgement | None = None  # of the latest measurement
         self._stop = False
         self._to_save: SavedMeasurement | None = None  # until the step has ended
         self._to_draw: SavedMeasurement | None = None  # until its row is logged
@@ -221,7 +222,7 @@ class MutualInformationCallback(TrainerCallback):
         self._forget_row()  # of a step that was interrupted
         saved = kept_by_callback(state, MI_STATE, InformationState)
         if saved is not None:
-            self.watch = RegimeWatch.restored(saved["watch"])
+            self.evidence = [Evidence(**one) for one in saved["watch"]["measurements"]]
             self.ema |= {s: MarginalStdEMA(values=saved["ema"][s]) for s in self.ema if s in saved["ema"]}
             self.last_step, self._asked = saved["last_step"], saved["asked"]
         if (reason := self.cadence.why_never(self.last_step if self._asked is None else self._asked)) is not None:
@@ -266,7 +267,7 @@ class MutualInformationCallback(TrainerCallback):
         from ragen2_trl.report.trackers import has_image_trackers, log_figures
 
         if has_image_trackers(self.trainer):
-            from ragen2_trl.report.gallery import measurement_figures
+            from ragen2_trl.report.figures import measurement_figures
 
             with reported("Figures for the trackers"):
                 figures = measurement_figures(run_of(self.trainer), measurement)
@@ -388,26 +389,32 @@ class MutualInformationCallback(TrainerCallback):
         self, step: int, measurement: Measurement, trajectories: Trajectories, rewards: torch.Tensor
     ) -> SavedMeasurement:
         decode: Callable[..., Any] = self.trainer._tokenizer.decode  # a string for ids of one text
+        judged = self._judgement
         return SavedMeasurement.of(
             step,
             measurement,
             [trajectories.first_context(i) for i in measurement.columns],
             [trajectories[i][0].reasoning for i in measurement.trajectories],
             decode,
-            None if self._finding is None or self._finding.evidence.step != step else self._finding.regime,
+            None if judged is None or judged.evidence.step != step else judged.regime,
             rewards,
         )
 
     def _follow(self, step: int, metrics: dict[str, float], valid_rate: float) -> None:
-        beside = [one.beside for one in self._measured]
-        self._finding, warnings = self.watch.update(evidence_of(self.trainer, step, metrics, valid_rate, beside))
-        self._log(regime_flags(self._finding))
-        for name, text in warnings.items():
-            logger.warning(text)
-            if name == "template_collapse" and self.stop_on is not None:
-                step = self.trainer.state.global_step + 1
-                logger.warning(f"Training stops after step {step}: stop_on={self.stop_on!r}.")
-                self._stop = True
+        self.evidence.append(
+            evidence_of(self.trainer, step, metrics, valid_rate, [one.beside for one in self._measured])
+        )
+        judgements = judge(self.evidence)
+        self._judgement = judgements[-1]
+        self._log(regime_flags(self._judgement))
+        if not begins(judgements):
+            return
+        finding = reasoning_finding(judgements, step)
+        logger.warning(f"Step {step}: {finding.text} ({finding.figures})")
+        if finding.name == "template_collapse" and self.stop_on is not None:
+            step = self.trainer.state.global_step + 1
+            logger.warning(f"Training stops after step {step}: stop_on={self.stop_on!r}.")
+            self._stop = True
 
     def _log_validity(self, trajectories: list[list[Turn]]) -> float:
         turns = [turn for trajectory in trajectories for turn in trajectory]
@@ -437,7 +444,7 @@ class MutualInformationCallback(TrainerCallback):
         elif self.last_step is None:
             reasons[self.cadence.why_not_yet] = None
         self.trainer.state.stateful_callbacks[MI_STATE] = {
-            "watch": self.watch.state,
+            "watch": {"measurements": [asdict(one) for one in self.evidence]},
             "ema": {scope: dict(ema.values) for scope, ema in self.ema.items()},
             "last_step": self.last_step,
             "asked": self._asked,
@@ -511,6 +518,40 @@ class Cadence:
     @property
     def why_not_yet(self) -> str:
         return f"no optimizer step so far has asked for it ({self._settings})"
+
+
+def logged_beside(trainer: StockTrainer) -> dict[str, float]:
+    """What a trainer has logged of the completions that it has just sampled, and a verdict needs to know of them."""
+    latest = {key: values[-1] for key, values in trainer._metrics["train"].items() if values}
+    success = next((latest[key] for key in latest if key.startswith("env/") and key.endswith("/success")), None)
+    beside = {"success": success, "clipped_ratio": latest.get("completions/clipped_ratio")}
+    return {name: value for name, value in beside.items() if value is not None}
+
+
+def evidence_of(
+    trainer: StockTrainer,
+    step: int,
+    metrics: Mapping[str, float],
+    valid_rate: float,
+    beside: Sequence[Mapping[str, float]],
+) -> Evidence:
+    """A measurement, with what the trainer has logged of the completions that were measured.
+
+    Args:
+        trainer: During the optimizer step `step`.
+        metrics: From `information_metrics`.
+        valid_rate: Share of turns whose reasoning is closed by a tag.
+        beside: Of each generation that was measured, `logged_beside`; they have as many completions each.
+    """
+    empty = getattr(trainer, "_empty_steps", None)  # of our trainer, where not every step has an update
+    known = {name: [one[name] for one in beside if name in one] for name in ("success", "clipped_ratio")}
+    return Evidence.of(
+        metrics,
+        step=step,
+        updates=trainer.state.global_step - (empty.empty_steps if empty else 0),
+        valid_thinking_rate=valid_rate,
+        **{name: fmean(values) for name, values in known.items() if values},
+    )
 
 
 # Of a trajectory's single positions, only what tells them apart.

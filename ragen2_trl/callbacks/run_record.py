@@ -149,9 +149,9 @@ class RunRecord(TrainerCallback):
             callbacks = self.trainer.callback_handler.callbacks
             if not any(isinstance(one, TrainingProgressCallback) for one in callbacks):  # whose table says all this
                 run = run_of(self.trainer)
-                verdict = [f"{run.verdict}."] if run.evidence else []
-                said = [run.health.state.sentence, *verdict, next_command("report", args.output_dir)]
-                logger.warning(" ".join(["Training has ended.", *said]))
+                known = (one for one in run.findings if one.kind != "data" and one.name != "not_measured")
+                said = [finding.sentence for finding in known]
+                logger.warning(" ".join(["Training has ended.", *said, next_command("report", args.output_dir)]))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         selection = getattr(self.trainer, "latest_selection", None)
@@ -305,7 +305,7 @@ def write_figures(run: Run) -> Run:
     """
     if run.drawn == len(run.rows):
         return run
-    from ragen2_trl.report.gallery import draw_figures  # matplotlib only where something is drawn
+    from ragen2_trl.report.figures import draw_figures  # matplotlib only where something is drawn
 
     draw_figures(run, run.folder / DIAGNOSTICS)
     return replace(run, drawn=len(run.rows))

@@ -11,7 +11,8 @@ from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.run_record import RunRecord, reported
 from ragen2_trl.callbacks.training_progress import next_command
 from ragen2_trl.filtering import check_choice
-from ragen2_trl.instrument.health import COUNT, TITLES, Health, HealthState, State
+from ragen2_trl.instrument.findings import Finding, training_finding
+from ragen2_trl.instrument.health import COUNT, TITLES, Health, HealthState
 from ragen2_trl.instrument.reasoning import Trajectories
 from ragen2_trl.record.run import HEALTH_STATE
 from ragen2_trl.rollout_events import Listener, LocalRollout, announces_sampling, listen, log_row
@@ -107,8 +108,9 @@ class TrainingHealthCallback(TrainerCallback):
             "keys": self.own_keys,
         }
         if begun is not None:
-            logger.warning(begun.sentence)
-            self._alert(begun)
+            finding = training_finding(begun)
+            logger.warning(finding.text)
+            self._alert(finding, f"Training: {begun.title}" + (f", {begun.what}" if begun.what else ""))
         if self.stop_on and self._agreed(self.health.state.name in self.stop_on):
             logger.warning(f"Training stops after step {state.global_step}: stop_on={sorted(self.stop_on)}.")
             control.should_training_stop = True
@@ -117,7 +119,7 @@ class TrainingHealthCallback(TrainerCallback):
         callbacks = self.trainer.callback_handler.callbacks
         if is_newest(self, self.trainer) and not any(isinstance(one, RunRecord) for one in callbacks):  # which says it
             look = [] if args.save_strategy == "no" else [next_command("health", args.output_dir)]  # of a checkpoint
-            logger.warning(" ".join(["Training has ended.", self.health.state.sentence, *look]))
+            logger.warning(" ".join(["Training has ended.", training_finding(self.health.state).sentence, *look]))
 
     def _agreed(self, ends: bool) -> bool:
         """What the main process says: rows may differ between processes, and all must stop together."""
@@ -127,13 +129,13 @@ class TrainingHealthCallback(TrainerCallback):
         broadcast_object_list(told)
         return told[0]
 
-    def _alert(self, state: State) -> None:
-        if state.name in STOP_ON and self.trainer.args.report_to and self.trainer.state.is_world_process_zero:
+    def _alert(self, finding: Finding, title: str) -> None:
+        calls = finding.severity in ("warning", "failure")
+        if calls and self.trainer.args.report_to and self.trainer.state.is_world_process_zero:
             from ragen2_trl.report.trackers import send_alert
 
             with reported("The alert for the trackers"):
-                title = f"Training: {state.title}" + (f", {state.what}" if state.what else "")
-                send_alert(self.trainer, title, state.sentence, is_error=state.name == "failing")
+                send_alert(self.trainer, title, finding.text, is_error=finding.severity == "failure")
 
     def _on_rollout(self, local: LocalRollout) -> None:
         if not is_newest(self, self.trainer):

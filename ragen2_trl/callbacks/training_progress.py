@@ -1,21 +1,20 @@
-"""What a person sees of a training: one line of what matters while it lasts, and a table of what it was good for."""
+"""What a person sees of a training: one line of what matters on its progress bar, and a table of facts at the end."""
 
 import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column
+from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
 from ragen2_trl.instrument.health import TITLES
 from ragen2_trl.metrics import ACCURACY, INFORMATION, KEPT, label
+from ragen2_trl.record.facts import facts
 from ragen2_trl.record.held_out import LOGGED
-from ragen2_trl.record.run import HEALTH_STATE
-from ragen2_trl.report.summary import summarize, summary_table
+from ragen2_trl.record.run import HEALTH_STATE, run_of
+from ragen2_trl.report.tables import facts_table, print_findings
 
 MEASURED = (ACCURACY, INFORMATION)
 HELD_OUT = re.compile(f"{LOGGED}[^/]+/success")
@@ -33,55 +32,46 @@ def show_progress(trainer: Any) -> None:
         trainer.add_callback(TrainingProgressCallback(trainer))
 
 
+class QuietBar(ProgressCallback):
+    """transformers' progress bar without the log rows between it; none where no terminal shows it."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.current_step = 0
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=None)
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        """What a row says stands on the bar."""
+
+
 class TrainingProgressCallback(TrainerCallback):
-    """Shows reward, kept fraction, success, and the latest held-out success and measurement of reasoning beside a
-    progress bar, and the state of training once it can be told; loss and accuracy of tokens where there is no reward.
-    In the end there is a table: completions kept, what the filter saved, whether reasoning depends on its prompt,
-    health.
+    """Shows reward, kept fraction, success, and the latest held-out success and measurement of reasoning on
+    transformers' progress bar, and the state of training once it can be told; loss and accuracy of tokens where there
+    is no reward. In the end there is a table of the run's facts, and its findings.
     On the main process alone, and nothing where nothing is logged; the trainers with the filter bring it along unless
     progress bars are off.
 
-    The line stands on transformers' bar. Where that is off (`disable_tqdm`), the bar is one of its own, and on a pipe
-    a plain line every tenth of the run.
-
     Args:
         trainer: The trainer that the callback is then added to.
-        console: Where to draw.
-        with_table: Whether the table comes when training ends.
+        console: Where the table goes.
+        quiet: For a command: log rows do not stand between the bars, the table comes when `show_table` is called and,
+            where no terminal shows a bar, a line is printed every tenth of the run.
     """
 
-    def __init__(self, trainer: Any, console: Console | None = None, with_table: bool = True):
+    def __init__(self, trainer: Any, console: Console | None = None, quiet: bool = False):
         self.trainer = trainer
         self.console = console or Console()
-        self.with_table = with_table
-        self._progress: Progress | None = None
+        self.quiet = quiet
+        if quiet:
+            trainer.remove_callback(ProgressCallback)
+            trainer.add_callback(QuietBar())
+        self._next_line = 0
         self._measured: dict[str, Any] = {}  # what rows seldom have, and the line keeps
         self._held_out: float | None = None  # the same, of the first of several tasks
         self._health: dict[str, Any] = {}  # the state of training
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._measured, self._held_out, self._health = {}, None, {}
-        if not state.is_world_process_zero or not self.trainer.args.disable_tqdm:
-            return
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=12),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True)),  # what there is room for
-            expand=True,
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self._next_line = 0
-        self._task = self._progress.add_task("", total=state.max_steps, completed=state.global_step)
-        self._progress.start()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._progress is not None:
-            self._progress.update(self._task, completed=state.global_step)
+        self._next_line, self._measured, self._held_out, self._health = 0, {}, None, {}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
@@ -91,13 +81,10 @@ class TrainingProgressCallback(TrainerCallback):
         if not state.is_world_process_zero or (logs.get("reward") is None and "loss" not in logs):
             return
         line = self.line(logs)
-        for callback in self.trainer.callback_handler.callbacks:
-            if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
-                callback.training_bar.set_postfix_str(line)
-        if self._progress is None:
-            return
-        self._progress.update(self._task, description=line)
-        if not self.console.is_terminal and state.global_step >= self._next_line:
+        bars = self._bars()
+        for bar in bars:
+            bar.set_postfix_str(line)
+        if self.quiet and all(bar.disable for bar in bars) and state.global_step >= self._next_line:
             self._next_line = state.global_step + state.max_steps // 10
             # Whole, also where a log is taken for a terminal of 80 columns.
             self.console.print(f"step {state.global_step}/{state.max_steps}  {line}", soft_wrap=True)
@@ -129,21 +116,25 @@ class TrainingProgressCallback(TrainerCallback):
         return "  ".join(parts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.close()
-        is_logged = args.logging_strategy != "no"
-        if self.with_table and is_logged and any(row.get("reward") is not None for row in state.log_history):
-            folder = Path(args.output_dir)
-            self.show_table(summarize(state, folder), args.run_name or folder.resolve().name)
+        is_logged = args.logging_strategy != "no" and any(row.get("reward") is not None for row in state.log_history)
+        if is_logged and not self.quiet:
+            self.show_table(args.run_name or Path(args.output_dir).resolve().name)
 
-    def show_table(self, summary: Mapping[str, Any], title: str) -> None:
-        """On the main process: a run's summary, and how to look at more of it."""
+    def show_table(self, title: str) -> None:
+        """On the main process: facts and findings of the run, and how to look at more of it."""
         if self.trainer.is_world_process_zero():
-            self.console.print(summary_table(summary, title))
+            run = run_of(self.trainer)
+            self.console.print(facts_table(facts(run), title))
+            print_findings(self.console, run.findings)
             command = next_command("report", self.trainer.args.output_dir)
             self.console.print(command, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Give the terminal back, also after an interruption."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        """Give the terminal back after an interruption."""
+        for bar in self._bars():
+            bar.close()
+
+    def _bars(self) -> list[Any]:
+        callbacks = self.trainer.callback_handler.callbacks
+        bars = [callback.training_bar for callback in callbacks if isinstance(callback, ProgressCallback)]
+        return [bar for bar in bars if bar is not None]

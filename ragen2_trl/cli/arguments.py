@@ -106,8 +106,8 @@ def _what_if(add: Callable[..., Any]) -> None:
         type=Path,
         metavar="RUN",
         help="The output_dir of a TRL run with log_completions=True, or of a run of this package; a folder of "
-        "*.parquet or *.jsonl (verl's rollout dumps); or a *.parquet, *.jsonl or *.csv file of prompt, completion and "
-        "reward. No model is loaded.",
+        "*.parquet, *.jsonl (verl's rollout dumps) or *.csv; or such a file of prompt, completion and reward. No "
+        "model is loaded.",
     )
     add("--num_generations", type=int, help="Completions of a prompt; default: inferred from equal prompts.")
     add("--groups", type=int, help="Prompts of a generation batch; default: inferred from steps.")
@@ -127,7 +127,6 @@ def _what_if(add: Callable[..., Any]) -> None:
     add("--sampling_share", type=float, default=0.5, help=share)
     add("--seed", type=int, default=0, help="Seed of the bootstrap and the replays (default: 0).")
     add("--json", type=Path, metavar="FILE", help="File for all numbers as JSON; /dev/stdout prints them.")
-    add("--html", type=Path, metavar="FILE", help="File for the table as one HTML page that opens offline.")
 
 
 def _envs(add: Callable[..., Any]) -> None:
@@ -340,9 +339,10 @@ class DiagnoseArguments(SamplingArguments):
     )
     completions: str | None = option(
         None,
-        "Instead of sampling: `prompt` and `completion` as lines of JSON (*.jsonl) or Parquet, as TRL "
-        "saves with `log_completions=True`, or a folder of those, of which up to 8 become a path. Warning: "
-        "`--model` scores all of them, and the numbers are those of the run only for the file of the step that "
+        "Instead of sampling: `prompt` and `completion` as Parquet, JSON, lines of JSON or CSV, as TRL "
+        "saves with `log_completions=True` and verl dumps them, or a folder of those or of a run, of which up to "
+        "8 files become a path. Warning: `--model` scores all of them, and the numbers are those of the run only for "
+        "the file of the step that "
         "its weights are of. Or the file that this command saved.",
     )
     prompts: str | None = option(None, "Instead of a task: a file or Hub id of rows with `prompt` to sample for.")

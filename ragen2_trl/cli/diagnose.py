@@ -14,7 +14,7 @@ Writes `diagnosis.json`, `matrix.png`, `quadrant.png` and what was sampled.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import transformers
 import trl
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -36,7 +35,6 @@ from ragen2_trl.cli.samples import (
     COMPLETIONS_FILE,
     CONTROL_FILE,
     Completions,
-    find_files,
     has_ids,
     read_generations,
     read_sample,
@@ -45,7 +43,7 @@ from ragen2_trl.cli.samples import (
 )
 from ragen2_trl.cli.typed import InputError, checked_input, parse, parser_of
 from ragen2_trl.envs import DatasetEnvironment, TaskMixture
-from ragen2_trl.instrument.answers import AnswerEvidence, answers_said, measure_answers
+from ragen2_trl.instrument.answers import AnswerEvidence, measure_answers
 from ragen2_trl.instrument.diagnosis import (
     Measurement,
     NotMeasurableError,
@@ -53,30 +51,25 @@ from ragen2_trl.instrument.diagnosis import (
     measure_first_turn,
     measure_trajectory,
 )
-from ragen2_trl.instrument.health import COUNT, State, health
-from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS
+from ragen2_trl.instrument.findings import Finding, answer_findings, reasoning_finding, training_finding
+from ragen2_trl.instrument.health import COUNT, health
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
-from ragen2_trl.instrument.verdict import LOW_ENTROPY, Evidence, Finding, chance_p_value, headline, in_numbers, judge
+from ragen2_trl.instrument.verdict import Evidence, Judgement, judge
 from ragen2_trl.messages import counted, printable
-from ragen2_trl.metrics import ANSWER, metric
+from ragen2_trl.record.facts import Fact, Value, facts
 from ragen2_trl.record.files import DIAGNOSIS_FILE, write_json
+from ragen2_trl.record.run import read_run
 from ragen2_trl.record.saved_measurement import SavedMeasurement
 from ragen2_trl.record.settings import public
 from ragen2_trl.report import plot_matrix, plot_quadrant
+from ragen2_trl.report.tables import facts_table, print_findings
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows
 from ragen2_trl.saved_state import replace_whole
 
 NUM_EXAMPLES = 2  # of each kind
 MAX_SHOWN_CHARS, MAX_SHOWN_LINES = 400, 10  # of each text of an example
-WITHOUT_OWN_WORDS = "model's earlier words left out"
-SHOWN_OF_ANSWERS = (
-    "prompt_win_rate",
-    "prompt_swap_bits",
-    "thought_swap_bits",
-    "thought_swap_in_group_bits",
-    "same_across",
-)
+WITHOUT_OWN_WORDS = "the model's earlier words left out"
 
 
 @dataclass(frozen=True)
@@ -85,7 +78,7 @@ class Diagnosis:
 
     Args:
         sample: The completions.
-        finding: What `judge` makes of them, with those of earlier files.
+        judgement: What `judge` makes of them, with those of earlier files.
         metrics: From `information_metrics`, and `valid_thinking_rate` (fraction of turns), `tokens_forwarded` (padding
             included), `sampling_seconds`, `scoring_seconds` and their sum `seconds`; `success` and `clipped_ratio`
             where they are known.
@@ -96,7 +89,7 @@ class Diagnosis:
     """
 
     sample: Completions
-    finding: Finding
+    judgement: Judgement
     metrics: dict[str, float]
     measurement: Measurement
     turns: dict[int, Turn]
@@ -126,16 +119,13 @@ def main(args: list[str] | None = None) -> None:
             control = None
 
     last = diagnoses[-1]
-    console.print(metrics_table(last, title, caption))
-    for sentence in answer_sentences(diagnoses):
-        console.print(Text(sentence))
-    console.print(Text(verdict(diagnoses)))
-    if (state := training_state(diagnoses)) is not None:
-        console.print(Text(state.sentence))
-    if control is not None:
-        console.print(Text(f"Control, the observation withheld: {in_numbers(control.finding)}"))
-    show_examples(console, last, tokenizer)
     written = write(diagnoses, control, script_args, folder, tokenizer)
+    console.print(facts_table([*facts(read_run(folder)), *facts_beside(last)], beginning(title), caption))
+    print_findings(console, find(diagnoses))
+    if control is not None:
+        said = reasoning_finding([control.judgement])
+        console.print(Text(f"Control, the observation withheld: {said.sentence} ({said.figures})"))
+    show_examples(console, last, tokenizer)
     console.print(Text(f"{', '.join(written)} are in {folder}; ragen2-trl report {folder} shows them"))
 
 
@@ -181,8 +171,11 @@ def _diagnose_sampled(
 def _diagnose_saved(
     arguments: DiagnoseArguments, name: str, line: ProgressLine
 ) -> tuple[list[Diagnosis], PreTrainedTokenizerBase, str, str]:
+    notes: list[str] = []
     with checked_input():
-        files, tables = read_generations(find_files(Path(arguments.completions or "")))
+        files, tables = read_generations(Path(arguments.completions or ""), notes)
+    for note in notes:
+        line.note(printable(note))
     model, tokenizer = load_model(arguments.model)
     samples = [read_sample(tokenizer, table, file.stem) for file, table in zip(files, tables, strict=True)]
     own = has_ids(tables[-1])
@@ -226,12 +219,12 @@ def diagnose_all(
         for sample, (_, _, metrics, _, _) in zip(samples, measured, strict=True)
     ]
     diagnoses = []
-    for sample, finding, found in zip(samples, judge(evidence), measured, strict=True):
+    for sample, judgement, found in zip(samples, judge(evidence), measured, strict=True):
         measurement, turns, metrics, later, of_answers = found
         known = {"success": sample.success, "clipped_ratio": sample.clipped_ratio}
         metrics |= {name: value for name, value in known.items() if value is not None}
         metrics |= {"sampling_seconds": sampling_seconds, "seconds": sampling_seconds + metrics["scoring_seconds"]}
-        diagnoses.append(Diagnosis(sample, finding, metrics, measurement, turns, later, of_answers))
+        diagnoses.append(Diagnosis(sample, judgement, metrics, measurement, turns, later, of_answers))
     return diagnoses
 
 
@@ -294,14 +287,12 @@ def write(
     last = diagnoses[-1]
     report = {
         "metrics": last.metrics,
-        "regime": last.finding.regime,
-        "verdict": verdict(diagnoses),
-        "answers": answer_sentences(diagnoses),
-        "health": None if (state := training_state(diagnoses)) is None else state.sentence,
+        "regime": last.judgement.regime,
+        "findings": [finding.to_dict() for finding in find(diagnoses)],
         "later_turns": {f"turn_{position + 1}": _told(later) for position, later in last.later.items()},
-        "control": control and {"regime": control.finding.regime, "metrics": control.metrics},
+        "control": control and {"regime": control.judgement.regime, "metrics": control.metrics},
         "path": [
-            {"label": one.label, "step": one.sample.step, "regime": one.finding.regime, "metrics": one.metrics}
+            {"label": one.label, "step": one.sample.step, "regime": one.judgement.regime, "metrics": one.metrics}
             | ({} if one.answers is None else {"answers": one.answers})
             for one in diagnoses
         ],
@@ -324,7 +315,7 @@ def write(
             [one.turns[i].context for i in found.columns],
             [one.turns[i].reasoning for i in found.trajectories],
             tokenizer.decode,
-            one.finding.regime,
+            one.judgement.regime,
             rewards=torch.empty(0, 1),
         ).save(output_dir)
     write_json(output_dir / DIAGNOSIS_FILE, report, indent=2)
@@ -342,85 +333,40 @@ def _told(measurement: Measurement) -> dict[str, Any]:
     return {"metrics": measurement.metrics, "without_own_words": without and without.metrics}
 
 
-def metrics_table(diagnosis: Diagnosis, title: str, caption: str) -> Table:
-    """The metrics of a diagnosis; p is the probability of so high a retrieval accuracy by chance."""
-    metrics = diagnosis.metrics
-    table = Table(title=Text(beginning(title)), caption=Text(caption))  # file names can be hostile too
-    for name in ("", "value", "by chance", "p"):
-        table.add_column(name, justify="left" if name == "" else "right")
-
-    def add_retrieval(label: str, found: Mapping[str, float], key: str = "") -> None:
-        accuracy, chance = found[f"retrieval_accuracy{key}"], found[f"retrieval_chance{key}"]
-        of_depth = {**found, "retrieval_accuracy": accuracy, "retrieval_chance": chance}
-        table.add_row(label, f"{accuracy:.1%}", f"{chance:.1%}", f"{chance_p_value(of_depth):.2g}")
-
-    for key in ("", *(f"@{depth}" for depth in RETRIEVAL_DEPTHS)):
-        if metrics[f"retrieval_chance{key}"] < 1:  # with no more prompts than places every trace is a hit
-            add_retrieval(f"retrieval accuracy{key}", metrics, key)
+def facts_beside(diagnosis: Diagnosis) -> list[Fact]:
+    """What `diagnosis.json` holds of the last sample beside the facts of a run: later turns, and what it took."""
+    found = []
     for position, later in diagnosis.later.items():
-        add_retrieval(f"turn {position + 1}: retrieval accuracy", later.metrics)
-        if later.without_own_words:
-            add_retrieval(f"turn {position + 1}, {WITHOUT_OWN_WORDS}", later.without_own_words.metrics)
-    table.add_section()
-    for label, key in (
-        ("I(X;Z), nats per token", "mi_token"),
-        ("I(X;Z) per token, as in RAGEN's code", "mi_token_tempered"),
-        ("H(Z|X), nats per token", "conditional_entropy_token"),
-        ("H(Z), nats per token", "marginal_entropy_token"),
-    ):
-        table.add_row(label, f"{metrics[key]:.3f}")
-    bound = metrics["mi_upper_bound"]
-    table.add_row(f"I(X;Z), nats (at most log N = {bound:.2f})", f"{metrics['mi_seq']:.2f}")
-    if diagnosis.answers:
-        table.add_section()
-        for name, value in diagnosis.answers.items():
-            if (one := metric(f"{ANSWER}/{name}")) is not None and name in SHOWN_OF_ANSWERS:
-                chance = "50.0%" if name == "prompt_win_rate" else ""
-                table.add_row(f"answers: {name.replace('_', ' ')}", one.text(value), chance)
-    table.add_section()
-    for label, key in (
-        ("closed reasoning", "valid_thinking_rate"),
-        ("success", "success"),
-        ("cut at the length limit", "clipped_ratio"),
-    ):
-        if key in metrics:
-            table.add_row(label, f"{metrics[key]:.1%}")
-    table.add_row(
-        "reasoning traces / distinct prompts", f"{metrics['num_completions']:.0f} / {metrics['num_prompts']:.0f}"
-    )
-    table.add_row("tokens forwarded", f"{metrics['tokens_forwarded']:,.0f}")
-    parts = f" ({metrics['sampling_seconds']:.1f} of them sampling)" if metrics["sampling_seconds"] else ""
-    table.add_row(f"seconds{parts}", f"{metrics['seconds']:.1f}")
-    return table
+        name, without = f"turn {position + 1}: retrieval accuracy", later.without_own_words
+        note = f"{without.metrics['retrieval_accuracy']:.1%} with {WITHOUT_OWN_WORDS}" if without else ""
+        value = Value(later.metrics["retrieval_accuracy"], None, f"chance {later.metrics['retrieval_chance']:.1%}")
+        found.append(Fact(f"turn_{position + 1}", name, "fraction", value, note=note))
+    metrics = diagnosis.metrics
+    sampling = f"{metrics['sampling_seconds']:,.0f} of them sampling" if metrics["sampling_seconds"] else ""
+    return [
+        *found,
+        Fact("num_prompts", "distinct prompts", "count", Value(metrics["num_prompts"])),
+        Fact("tokens_forwarded", "tokens forwarded", "count", Value(metrics["tokens_forwarded"])),
+        Fact("seconds", "seconds", "count", Value(metrics["seconds"]), note=sampling),
+    ]
 
 
-def verdict(diagnoses: Sequence[Diagnosis]) -> str:
-    """What was found in a sentence, by which numbers, and how low entropy was told."""
-    finding = diagnoses[-1].finding
-    low = "" if finding.entropy_is_low else "not "
-    bound = (
-        f"H(Z|X) is {low}below {LOW_ENTROPY} nats per token, an absolute bound, as there is no start of a run to "
-        "compare with."
-        if finding.evidence.step is None
-        else f"H(Z|X) is {low}below half of that in the first file."
-    )
-    return f"{headline([one.finding for one in diagnoses])}. {in_numbers(finding)} {bound}"
-
-
-def answer_sentences(diagnoses: Sequence[Diagnosis]) -> list[str]:
-    """Whether answers use their prompt, and whether they use the reasoning; empty where that was not measured."""
-    return answers_said([AnswerEvidence.of(one.answers, one.sample.step) for one in diagnoses if one.answers])
-
-
-def training_state(diagnoses: Sequence[Diagnosis]) -> State | None:
-    """The state of training over files of several steps; `None` where they are too few to tell."""
+def find(diagnoses: Sequence[Diagnosis]) -> list[Finding]:
+    """What was found: the state of training, if the files have enough steps to tell it, then answers and reasoning."""
     keys = {"valid_thinking_rate": "mi/valid_thinking_rate", "success": "eval/env/saved/success"}
     state = health(
         {"step": number if one.sample.step is None else one.sample.step, COUNT: len(one.sample.groups)}
         | {key: one.metrics[name] for name, key in keys.items() if name in one.metrics}
         for number, one in enumerate(diagnoses)
     ).state
-    return None if state.name == "too_early" else state
+    answers = [AnswerEvidence.of(one.answers, one.sample.step) for one in diagnoses if one.answers]
+    return [
+        *([] if state.name == "too_early" else [training_finding(state)]),
+        *answer_findings(answers),
+        reasoning_finding(
+            [one.judgement for one in diagnoses], answers_lost=bool(answers) and not answers[-1].uses_prompt
+        ),
+    ]
 
 
 def show_examples(console: Console, diagnosis: Diagnosis, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 from datasets import Dataset
 from huggingface_hub.utils import validate_repo_id
-from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,9 +27,11 @@ from ragen2_trl.columns import TASK
 from ragen2_trl.envs import Play, respond_all
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.envs.random_baseline import random_success
-from ragen2_trl.messages import counted, printable
+from ragen2_trl.messages import counted
+from ragen2_trl.record.facts import evaluated
 from ragen2_trl.record.files import EVALUATION, write_json
 from ragen2_trl.record.saved_episodes import episodes_of, episodes_path, save_episodes
+from ragen2_trl.report.tables import facts_table
 from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_plays, held_out_rows, sample_trajectories
 
@@ -60,7 +61,9 @@ def main(args: list[str] | None = None) -> None:
     else:
         model, tokenizer = load_model(script_args.model)
         metrics = evaluate_model(model, tokenizer, env, **script_args.sampling, on_played=keep)
-    console.print(metrics_table(metrics, title=f"{printable(script_args.model)} on held-out {env.name}"))
+    samples = counted(script_args.num_samples, "sample")
+    caption = f"{counted(script_args.num_prompts, 'task')}, {samples} each"
+    console.print(facts_table(evaluated(metrics), f"{script_args.model} on held-out {env.name}", caption))
     if script_args.output is not None:
         write_json(Path(script_args.output), metrics, indent=2)
     if script_args.push_to_hub is not None:
@@ -223,22 +226,3 @@ def _metrics(
         of_task = {key: [column[number] for number in numbers] for key, column in values.items()}
         metrics |= {f"{name}/{key}": v for key, v in _metrics(task, own, num_samples, of_task, with_baseline).items()}
     return metrics
-
-
-def metrics_table(metrics: dict[str, float], title: str) -> Table:
-    """The metrics of `evaluate_model` as a table."""
-    tasks, samples = (round(metrics[name]) for name in ("num_prompts", "num_samples"))
-    caption = f"{counted(tasks, 'task')}, {counted(samples, 'sample')} each"
-    table = Table(title=Text(title), caption=caption)
-    table.add_column("metric")
-    table.add_column("mean", justify="right")
-    table.add_column("95 % interval", justify="right")
-    for name, value in metrics.items():
-        if f"{name}_ci_low" in metrics:
-            low, high = metrics[f"{name}_ci_low"], metrics[f"{name}_ci_high"]
-            table.add_row(name, f"{value:.3f}", f"{low:.3f} to {high:.3f}")
-        if name == "success" and "random_success" in metrics:
-            table.add_row("random baseline", f"{metrics['random_success']:.3f}", "")
-        if name == "failed":
-            table.add_row("failed, left out", f"{value:.3f}", "")
-    return table

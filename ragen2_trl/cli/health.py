@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ragen2_trl.cli.arguments import parse_plain
 from ragen2_trl.cli.typed import checked_input
+from ragen2_trl.instrument.findings import training_finding
 from ragen2_trl.instrument.health import Health, health
 from ragen2_trl.messages import counted, printable
 from ragen2_trl.record.logs import read_log
@@ -38,6 +39,8 @@ def main(args: list[str] | None = None) -> None:
             watch = health(rows, dict(arguments.key), arguments.completions)
         name = printable(path.name or str(path.resolve()))
         console.print(state_table(name, rows, watch))
+        for line in training_finding(watch.state).advice:
+            console.print(Text(line))
         console.print(charts(watch, rows))
         if too_long:
             console.print(Text(f"Left out of {name}: {counted(too_long, 'line')} of more than a megabyte."))

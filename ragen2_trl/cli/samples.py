@@ -1,10 +1,9 @@
 """Completions that a diagnosis looks at: sampled now and saved as they come, or read from what was saved."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,11 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen2_trl.cli.arguments import SamplingArguments
 from ragen2_trl.columns import TURN_SAMPLES
-from ragen2_trl.envs import Environment, completion_text
-from ragen2_trl.envs.checks import check_text_or_messages
+from ragen2_trl.envs import Environment
 from ragen2_trl.envs.mixture import AnyTask
-from ragen2_trl.envs.responses import with_text
-from ragen2_trl.record.parquet import open_parquet, table_of
+from ragen2_trl.record.rows import ALLOWED, Row, find_files, read_table
 from ragen2_trl.redaction import without_credentials
 from ragen2_trl.rollouts.chat import Chat
 from ragen2_trl.rollouts.context import ContextWindow, Trajectory, turn_samples
@@ -29,14 +26,27 @@ from ragen2_trl.rollouts.sampling import (
     generator,
     sample_trajectories,
 )
-from ragen2_trl.saved_state import replace_whole
+from ragen2_trl.saved_state import check_form, replace_whole
+from ragen2_trl.text import Messages, flatten, with_text
 
-COLUMNS = ("prompt", "completion")  # what is read of a table; TRL's have `step`, too
-# What a table of our own has besides: the ids as they were sampled, so that scoring it again gives the same numbers.
-OWN_COLUMNS = ("group", "prompt_ids", "completion_ids", "env_mask", "success", "clipped")
 COMPLETIONS_FILE, CONTROL_FILE = "completions.parquet", "completions_control.parquet"
 WITHHELD = "the observation was withheld"
 MAX_FILES = 8  # of a folder: a path that a figure can show
+
+
+class OwnColumns(TypedDict):
+    """What a table of our own has besides: the ids as they were sampled, so that scoring it again gives the same
+    numbers."""
+
+    group: int
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    env_mask: list[int]
+    success: float | None
+    clipped: float
+
+
+TEXTS, OWN_COLUMNS = ("prompt", "completion"), tuple(OwnColumns.__annotations__)
 
 
 @dataclass(frozen=True)
@@ -166,110 +176,53 @@ def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Without credentials in texts; ids stay. A kill leaves the former table or this one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist([
-        {**row, **{name: without_credentials(row[name]) for name in ("prompt", "completion")}} for row in rows
+        {**row, **{name: without_credentials(row[name]) for name in TEXTS}} for row in rows
     ])  # fmt: skip
     replace_whole(path, lambda file: pq.write_table(table, file))
 
 
-def find_files(path: Path) -> list[Path]:
-    """The file `path`, or up to `MAX_FILES` parquet files of the folder `path`, evenly spaced, the last included.
+def read_generations(path: Path, notes: list[str]) -> tuple[list[Path], list[list[Row]]]:
+    """Up to `MAX_FILES` files of completions, evenly spaced, the last included, with their rows.
+
+    Files that a step saved again, as it used them again, are left out.
+
+    Args:
+        path: See `find_files`.
+        notes: Takes in what is left out, in words.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no file, or one cannot be used; the message names it.
+        OSError: If one cannot be read.
     """
-    if path.is_file():
-        return [path]
-    # By length first: TRL pads steps to five digits, and a sixth would sort before them.
-    files = sorted(path.glob("*.parquet"), key=lambda file: (len(file.name), file.name))
-    if not files:
-        what = "a folder without *.parquet" if path.is_dir() else "no such file or folder"
-        raise ValueError(
-            f"completions must be a file (parquet, jsonl) or a folder of parquet, got {str(path)!r}: {what}"
-        )
+    if not (files := find_files(path)):
+        raise ValueError(f"completions must be {ALLOWED}; got {str(path)!r}, which holds none")
     count = min(MAX_FILES, len(files))
-    return [files[len(files) - 1 - i * (len(files) - 1) // max(1, count - 1)] for i in reversed(range(count))]
+    found: dict[Path, list[Row]] = {}
+    former: list[tuple[Any, Any]] = []
+    for number in reversed(range(count)):
+        file = files[len(files) - 1 - number * (len(files) - 1) // max(1, count - 1)]
+        rows = read_saved(file, notes)
+        texts = [(row["prompt"], row["completion"]) for row in rows]
+        if texts != former:
+            found[file] = rows
+        former = texts
+    return list(found), list(found.values())
 
 
-def read_completions(file: Path) -> list[dict[str, Any]]:
-    """Rows of a file: `prompt` and `completion` (string or list of messages each), and `step` (int) where it is known.
-
-    Parquet is what TRL saves; lines of JSON do as well. A table of our own has the columns of `OWN_COLUMNS`, too.
+def read_saved(file: Path, notes: list[str] | None = None) -> list[Row]:
+    """The rows of a file, with the text of messages' parts, which templates of language models do not take.
 
     Raises:
-        ValueError: If it is no such file, lacks a column, or has no row or a prompt of another kind.
+        ValueError: As `read_table`; also for pictures, and for ids that are none in a table of our own.
     """
-    table = _lines(file) if file.suffix in (".jsonl", ".json") else _parquet(file)
-    names = table.column_names
-    missing = [name for name in COLUMNS if name not in names]
-    if missing:
-        raise ValueError(f"completions must have the columns {COLUMNS}, but {file.name} lacks {missing}")
-    own: tuple[str, ...] = OWN_COLUMNS if all(name in names for name in OWN_COLUMNS) else ()
-    own = (*own, TURN_SAMPLES) if own and TURN_SAMPLES in names else own
-    step = ("step",) if "step" in names else ()
-    try:
-        rows = table.select([*step, *COLUMNS, *own]).to_pylist()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"completions must be text in UTF-8, got {file.name}: {error}") from error
-    if not rows:
-        raise ValueError(f"completions must hold at least one row, got none in {file.name}")
-    for number, row in enumerate(rows):
-        for name in COLUMNS:
-            check_text_or_messages(name, row[name], f"row {number} of {file.name}")
-            row[name] = row[name] if isinstance(row[name], str) else with_text(row[name])
-        if not isinstance(row.get("step"), (int, float, type(None))):
-            raise ValueError(f"step must be a number, got {row['step']!r} in row {number} of {file.name}")
+    rows = read_table(file, notes, pictures=False)
+    for row in rows:
+        row |= {name: row[name] if isinstance(row[name], str) else with_text(row[name]) for name in TEXTS}
+    if has_ids(rows):
+        for place, row in enumerate(rows):
+            own = {name: row[name] for name in OWN_COLUMNS if name in row}
+            check_form(own, OwnColumns, f"row {place} of {file.name}:")
     return rows
-
-
-def read_generations(files: Sequence[Path]) -> tuple[list[Path], list[list[dict[str, Any]]]]:
-    """Files with their rows, see `read_completions`; without those that a step saved again, as it used them again."""
-    found: list[tuple[Path, list[dict[str, Any]]]] = []
-    for file in files:
-        rows = read_completions(file)
-        if not found or [{**row, "step": None} for row in rows] != [{**row, "step": None} for row in found[-1][1]]:
-            found.append((file, rows))
-    return [file for file, _ in found], [rows for _, rows in found]
-
-
-def _parquet(file: Path) -> pa.Table:
-    try:
-        return table_of(open_parquet(file))  # as one file: `read_table` would look for more columns in the path
-    except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"completions must be parquet or, named *.jsonl, lines of JSON, got {file.name}: {error}"
-        ) from error
-
-
-def _lines(file: Path) -> pa.Table:
-    rows = []
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"completions must be text in UTF-8, got {file.name}: {error}") from error
-    for number, line in enumerate(text.split("\n"), start=1):  # others that end lines may stand in texts
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"completions must hold an object of JSON a line, got line {number} of {file.name}: {error}"
-            ) from error
-        if not isinstance(row, dict):
-            raise ValueError(f"completions must hold an object of JSON a line, got line {number} of {file.name}")
-        try:
-            json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"completions must be text in UTF-8, got half of a surrogate pair in line {number} of {file.name}"
-            ) from error
-        rows.append(row)
-    if not rows:
-        raise ValueError(f"completions must hold at least one row, got none in {file.name}")
-    try:
-        return pa.Table.from_pylist(rows)
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise ValueError(f"completions must have values of one kind a column, got {file.name}: {error}") from error
 
 
 def has_ids(rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -289,23 +242,19 @@ def tokenize_completions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapp
         if isinstance(row["prompt"], str):
             prompt_ids.append(tokenizer(row["prompt"])["input_ids"])
         else:
-            # A column of messages has the keys of all of them, empty where a message has none.
-            messages = [
-                {key: value for key, value in message.items() if value is not None} for message in row["prompt"]
-            ]
-            prompt_ids.append(Chat(tokenizer).prompt_ids(messages))
+            prompt_ids.append(Chat(tokenizer).prompt_ids(row["prompt"]))
         completion_ids.append(tokenizer(first_turn_text(row["completion"]), add_special_tokens=False)["input_ids"])
     numbers: dict[tuple[int, ...], int] = {}
     groups = [numbers.setdefault(tuple(ids), len(numbers)) for ids in prompt_ids]
-    step = int(rows[-1].get("step") or 0)
+    step = rows[-1]["step"] or 0
     return Completions(f"step {step}", prompt_ids, completion_ids, groups, [None] * len(groups), step)
 
 
-def first_turn_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
+def first_turn_text(completion: Messages) -> str:
     """What the model wrote before anything answered it."""
     if isinstance(completion, str):
         return completion
-    return completion_text([message for message in completion if message["role"] == "assistant"][:1])
+    return flatten([message for message in completion if message["role"] == "assistant"][:1])
 
 
 def _sample(label: str, rows: Sequence[Mapping[str, Any]]) -> Completions:

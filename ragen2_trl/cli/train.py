@@ -11,7 +11,6 @@ of `trl.ModelConfig`. A run lives in `runs/<run_name>/`: the model, `log_history
 """
 
 import argparse
-import json
 import shutil
 import sys
 from contextlib import ExitStack
@@ -44,17 +43,16 @@ from ragen2_trl.envs import Environment
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.messages import Stopped, stopped_by_signals
+from ragen2_trl.record.facts import summary
 from ragen2_trl.record.files import (
     DIAGNOSTICS,
     EPISODES,
     MEASUREMENTS,
     OUTCOMES,
-    read_text,
     write_json,
 )
-from ragen2_trl.record.held_out import curves_of
 from ragen2_trl.record.lock import alone_in
-from ragen2_trl.report.summary import summarize
+from ragen2_trl.record.run import run_of
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.rollouts.sampling import held_out_rows
 from ragen2_trl.saved_state import replace_whole
@@ -114,7 +112,7 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
     if checkpoint is not None:
         with checked_input():
             check_backend(checkpoint, trainer.accelerator)
-    progress = TrainingProgressCallback(trainer, console, with_table=False)  # which comes after the last evaluation
+    progress = TrainingProgressCallback(trainer, console, quiet=True)
     trainer.add_callback(progress)
     if script_args.has_curve:
         with checked_input():
@@ -125,7 +123,7 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         if turns > (longest := training_args.max_completion_length):
             console.print(f"Episodes are cut at max_completion_length={longest}; {turns} hold all turns of the task.")
 
-    before = _evaluate(trainer, env, script_args, run / "evaluation_before.json")
+    _evaluate(trainer, env, script_args, run / "evaluation_before.json")
     named = training_args.resume_from_checkpoint is not None  # and would win over the last one again
     again = f"the same command with `{'--resume_from_checkpoint' if named else '--resume true'}`"
     if isinstance(trainer, SNRFilter):
@@ -152,15 +150,10 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         progress.close()
     trainer.save_model(_internal_call=True)  # the upload comes last: one that is refused costs nothing of a run
     _write_history(trainer, env, run, script_args.figures)
-    after = _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
+    _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
     if trainer.is_world_process_zero():
-        curve = curves_of(trainer.state.log_history).get(env.name)
-        if curve is not None:
-            loaded = trainer.state.best_global_step if training_args.load_best_model_at_end else None
-            before, after = curve.first.metrics, curve.end(loaded).metrics
-        summary = summarize(trainer.state, run, before, after)
-        write_json(run / "summary.json", summary, indent=2)
-        progress.show_table(summary, f"{script_args.model} on {env.name}")
+        write_json(run / "summary.json", summary(run_of(trainer)), indent=2)
+        progress.show_table(f"{script_args.model} on {env.name}")
         files = ["Model", "log_history.json", "summary.json", *(["training.png"] if script_args.figures else [])]
         console.print(f"{', '.join(files[:-1])} and {files[-1]} are in {run}", highlight=False, markup=False)
     on_hub = script_args.data is not None and not Path(script_args.data).exists()
@@ -260,7 +253,7 @@ def _make_trainer(
     env: AnyTask,
 ) -> Trainer:
     options_of_model(training_args, model_args)
-    training_args.disable_tqdm = True  # the live line takes its place
+    training_args.disable_tqdm = True  # the progress of this command takes its place
     if training_args.num_completions_to_print is None:
         training_args.num_completions_to_print = 0  # log_completions saves them; a wall of them would bury the line
     rollout = {}
@@ -332,18 +325,14 @@ def _success_metric(env: AnyTask) -> str:
     return f"env/{ALL_TASKS if isinstance(env, TaskMixture) else env.name}/success"
 
 
-def _evaluate(
-    trainer: Trainer, env: AnyTask, script_args: TrainArguments, path: Path, again: bool = False
-) -> dict[str, float] | None:
-    """Metrics on held-out tasks, read back from `path` when a resumed run has measured them before."""
-    if script_args.has_curve:  # the curve has both
-        return None
-    if path.exists() and not again:
-        return json.loads(read_text(path))
+def _evaluate(trainer: Trainer, env: AnyTask, script_args: TrainArguments, path: Path, again: bool = False) -> None:
+    """Writes metrics on held-out tasks into `path`, unless a resumed run has measured them before."""
+    if script_args.has_curve or (path.exists() and not again):  # the curve has both
+        return
     if script_args.eval_prompts == 0 or trainer.accelerator.num_processes > 1 or env.shows_images:
         # A sharded model cannot generate on one process: `ragen2-trl evaluate` measures it afterwards. It does not
         # show pictures, though.
-        return None
+        return
     if not again:
         with checked_input():  # fewer tasks than asked for are told in a line
             held_out_rows(env, script_args.eval_prompts, script_args.eval_samples, 0, script_args.data)
@@ -364,7 +353,6 @@ def _evaluate(
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, metrics, indent=2)
-    return metrics
 
 
 def _write_history(trainer: Trainer, env: AnyTask, run: Path, with_figure: bool) -> None:

@@ -37,7 +37,7 @@ def main(args: list[str] | None = None) -> None:
     training_args.assistant_only_loss |= any(
         not isinstance(completion, str) and len(completion) > 1 for completion in demonstrations["completion"]
     )
-    training_args.disable_tqdm = True  # the live line takes its place
+    training_args.disable_tqdm = True  # the progress of this command takes its place
     with loading(script_args.model):
         trainer = SFTTrainer(
             model=model,
@@ -49,7 +49,7 @@ def main(args: list[str] | None = None) -> None:
         )
     trainer.args = with_hidden_credentials(trainer.args)  # which checkpoints hold
     trainer.remove_callback(PrinterCallback)
-    progress = TrainingProgressCallback(trainer, console, with_table=False)  # which is of rewards
+    progress = TrainingProgressCallback(trainer, console, quiet=True)
     trainer.add_callback(progress)
     try:
         trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)

@@ -2,7 +2,6 @@
 
 ragen2-trl what-if runs/my_run
 ragen2-trl what-if runs/my_run --tokenizer Qwen/Qwen2.5-0.5B-Instruct --json what_if.json
-ragen2-trl what-if runs/my_run --html what_if.html
 ragen2-trl what-if rollouts.jsonl --num_generations 8 --groups 16
 """
 
@@ -16,12 +15,12 @@ from rich.text import Text
 from ragen2_trl.cli.arguments import parse_plain
 from ragen2_trl.cli.typed import checked_input
 from ragen2_trl.messages import printable
-from ragen2_trl.record.files import write_json, write_text
+from ragen2_trl.record.files import write_json
 from ragen2_trl.remedies import WhatIf, what_if
 
 
 def main(args: list[str] | None = None) -> None:
-    """Print what is wrong, the table of remedies and an advice; write all numbers with `--json`, a page with `--html`.
+    """Print what is wrong, the table of remedies and an advice; write all numbers with `--json`.
 
     Raises:
         InputError: If the log cannot be read.
@@ -41,17 +40,13 @@ def main(args: list[str] | None = None) -> None:
         )
         if arguments.json is not None:
             write_json(arguments.json, found.to_dict(), indent=2)
-        if arguments.html is not None:
-            from ragen2_trl.report.remedies import page  # which takes seconds: it draws
-
-            write_text(arguments.html, page(found))
     show(Console(), found)
 
 
 def show(console: Console, found: WhatIf) -> None:
     """Faults first, then the table, the advice, and what was read. Prompts and names in it are escaped."""
     for fault in found.faults:
-        console.print(Text(printable(f"Wrong: {fault}"), style="bold"))
+        console.print(Text(printable(f"Wrong: {fault.text}"), style="bold"))
     if found.remedies:
         console.print(remedy_table(found))
     console.print(Text(printable(found.advice), style="bold"))

@@ -11,12 +11,13 @@ from typing import Any, TypeAlias
 
 from datasets import Dataset, load_dataset
 
-from ragen2_trl.envs.checks import check_choice, check_count, check_text_or_messages
+from ragen2_trl.envs.checks import check_choice, check_count
 from ragen2_trl.envs.environment import Environment, RewardFunc
 from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.responses import Response, completion_text, with_text
+from ragen2_trl.envs.responses import Response
 from ragen2_trl.envs.tasks import SPLITS, Row, check_columns, held_out, load_tasks, means_a_path, readable
 from ragen2_trl.messages import InputError
+from ragen2_trl.text import check_text_or_messages, flatten, with_text
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]
 # What TRL hands to a reward function beside the columns, of which an evaluation has nothing.
@@ -102,7 +103,7 @@ class DatasetEnvironment(Environment):
         dataset = self._sources[0]
         numbered = dataset.add_column("seed", range(len(dataset)))
         if eval_dataset is None:
-            outside = [held_out(_text(prompt)) for prompt in dataset["prompt"]]
+            outside = [held_out(flatten(prompt)) for prompt in dataset["prompt"]]
             self.splits = {
                 split: numbered.select([number for number, out in enumerate(outside) if out == (split == "test")])
                 for split in SPLITS
@@ -195,10 +196,6 @@ class DatasetEnvironment(Environment):
 
     def instructions(self) -> str:
         return "Prompts of a dataset, with reward functions."
-
-
-def _text(prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else completion_text([{**m, "role": "assistant"} for m in prompt])
 
 
 def _name(function: RewardFunc) -> str:

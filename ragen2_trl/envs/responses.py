@@ -4,12 +4,13 @@ Model text is hostile input: plain searches only, so that the work is linear in 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-Message: TypeAlias = Mapping[str, Any]
-Completion: TypeAlias = str | Sequence[Message]
+from ragen2_trl.text import END_THINK, THINK, Messages, flatten
+
+Completion: TypeAlias = Messages
 
 # A response is model text and may be of any length. Real ones are far shorter, so that cutting costs nothing.
 MAX_RESPONSE_CHARS = 100_000
@@ -22,10 +23,9 @@ MAX_PARSED_ACTIONS = 256
 _MARKUP = re.compile(r"<(?=[^\s<>]{1,60}>)|\[(?=/?\w{1,60}\])(?=/?\w{0,58}[A-Z]{2})")
 _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)} - {ord("\t")})  # and surrogates
 
-_THINK, _END_THINK = "<think>", "</think>"
 _ANSWER, _END_ANSWER = "<answer>", "</answer>"
 _SEPARATOR = "||"
-TAGS = {True: _THINK, False: _ANSWER}  # what a response begins with, with and without thinking
+TAGS = {True: THINK, False: _ANSWER}  # what a response begins with, with and without thinking
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def parse_response(text: str, *, split: bool = True, think: bool = True) -> Resp
     Response(reasoning='', actions=('Up',))
     """
     text = text[:MAX_RESPONSE_CHARS]
-    before, end_think, after = text.partition(_END_THINK) if think else ("", "", text[text.find(_ANSWER) :])
+    before, end_think, after = text.partition(END_THINK) if think else ("", "", text[text.find(_ANSWER) :])
     answer = answer_in(after)
     if answer is None or (think and not end_think):
         return None
@@ -66,7 +66,7 @@ def parse_response(text: str, *, split: bool = True, think: bool = True) -> Resp
 
 def reasoning_in(text: str) -> str:
     """The reasoning in what stands before `</think>`, whose `<think>` may be missing."""
-    before, opened, inside = text.partition(_THINK)
+    before, opened, inside = text.partition(THINK)
     return (inside if opened else before).strip()
 
 
@@ -99,7 +99,7 @@ def format_response(reasoning: str, actions: Sequence[str], *, think: bool = Tru
     >>> format_response("Two steps.", ["Right", "Down"])
     '<think>Two steps.</think><answer>Right || Down</answer>'
     """
-    thought = f"{_THINK}{reasoning}{_END_THINK}" if think else ""
+    thought = f"{THINK}{reasoning}{END_THINK}" if think else ""
     return f"{thought}{_ANSWER}{f' {_SEPARATOR} '.join(actions)}{_END_ANSWER}"
 
 
@@ -112,29 +112,7 @@ def completion_text(completion: Completion) -> str:
     >>> completion_text([{"role": "assistant", "reasoning_content": "Go.", "content": "<answer>Up</answer>"}])
     '<think>Go.</think><answer>Up</answer>'
     """
-    if isinstance(completion, str):
-        return completion
-    return "".join(_message_text(message) for message in completion if message["role"] == "assistant")
-
-
-def with_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages whose content is text where it was a list of parts, which templates of language models do not take.
-
-    >>> with_text([{"role": "user", "content": [{"type": "text", "text": "Go "}, {"type": "text", "text": "up."}]}])
-    [{'role': 'user', 'content': 'Go up.'}]
-    """
-    return [{**message, "content": _content_text(message)} for message in messages]
-
-
-def _content_text(message: Message) -> str:
-    content = message.get("content") or ""  # None where a message holds nothing but tool calls
-    return content if isinstance(content, str) else "".join(part["text"] for part in content if part["type"] == "text")
-
-
-def _message_text(message: Message) -> str:
-    content = _content_text(message)
-    reasoning = message.get("reasoning_content") or message.get("thinking")
-    return f"{_THINK}{reasoning}{_END_THINK}{content}" if reasoning else content
+    return flatten(completion, ("assistant",))
 
 
 def plain_text(text: str, *, keep_lines: bool = False) -> str:

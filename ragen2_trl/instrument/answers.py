@@ -371,12 +371,12 @@ def _padded(values: Sequence[Sequence[float]]) -> Tensor:
     return torch.tensor([[*row, *[torch.nan] * (width - len(row))] for row in values], dtype=torch.float64)
 
 
-# Text
+# Evidence
 
 
 @dataclass(frozen=True)
 class AnswerEvidence:
-    """What the sentences about answers need of a measurement; the names are those of `measure_answers`.
+    """What findings about answers need of a measurement; the names are those of `measure_answers`.
 
     Args:
         step: Optimizer step; `None` where there is no run.
@@ -424,55 +424,3 @@ class AnswerEvidence:
     @property
     def lowest(self) -> float:
         return lower_bound(self.wins, round(self.num_compared), ALPHA)
-
-
-LITTLE, MUCH = 0.25, 0.5  # bits; our own words for a scale that has no natural ones
-ALIKE = 0.9  # share of pairs of different prompts with the same answer that is said
-
-
-def answers_said(measurements: Sequence[AnswerEvidence]) -> list[str]:
-    """What the last measurement says, seen with those before it: first of the prompt, then of the reasoning.
-
-    >>> answers_said([AnswerEvidence(10, 0.93, 32, 0.06, 0.02)])  # doctest: +NORMALIZE_WHITESPACE
-    ['Answers depend on their prompt (win rate 0.93, chance 0.5).',
-     "Answers hardly change with the reasoning: 0.06 of 1 bit when another prompt's takes its place."]
-    """
-    if not measurements:
-        return []
-    return [said for said in (_of_prompt(measurements), _of_thought(measurements[-1])) if said]
-
-
-def _of_prompt(measurements: Sequence[AnswerEvidence]) -> str:
-    last = measurements[-1]
-    if last.prompt_win_rate is None:
-        alike = last.same_across is not None and last.same_across >= ALIKE
-        return f"{last.same_across:.0%} of pairs of prompts get the same answer." if alike else ""
-    rate = f"win rate {last.prompt_win_rate:.2f}, chance 0.5"
-    best = max(measurements[:-1], key=lambda one: one.lowest if one.uses_prompt else 0.0, default=None)
-    if last.uses_prompt:
-        still = " still" if best is not None and best.uses_prompt else ""
-        return f"Answers{still} depend on their prompt ({rate})."
-    if best is not None and best.uses_prompt and last.highest < best.lowest:
-        was = f"at step {best.step}: {best.prompt_win_rate:.2f}"
-        return f"Answers no longer depend on their prompt ({rate}; {was})."
-    return (
-        f"Dependence of answers on their prompt is not shown: a win rate of {last.prompt_win_rate:.2f} over "
-        f"{last.num_compared:.0f} answers may be chance (p = {last.p_value:.2g}, above {ALPHA:g}); the true "
-        f"rate is at most {last.highest:.2f}."
-    )
-
-
-def _of_thought(last: AnswerEvidence) -> str:
-    bits, margin = last.thought_swap_bits, 2 * last.thought_swap_standard_error
-    if bits is None:
-        return ""
-    if bits + margin < -LITTLE:  # of a model's own answers the mean is not below 0
-        return f"Answers are unlikely under this model ({bits:.2f} bits): did it write them? Not judged."
-    if bits + margin < LITTLE:
-        return f"Answers hardly change with the reasoning: {bits:.2f} of 1 bit when another prompt's takes its place."
-    if bits - margin > MUCH:
-        return f"Answers change with the reasoning: {bits:.2f} of 1 bit when another prompt's takes its place."
-    return (
-        f"Answers change in part with the reasoning: {bits:.2f} of 1 bit (± {margin:.2f}) when another prompt's takes "
-        "its place."
-    )

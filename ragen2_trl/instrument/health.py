@@ -11,7 +11,7 @@ none so far: TRL logs rewards only at steps that sample.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypedDict, TypeGuard
 
@@ -40,6 +40,17 @@ MAX_HISTORY = 50  # states remembered, the latest
 LARGEST = 1e100  # larger numbers count as not finite: their squares would not be
 COUNT = "health/completions"  # log key of the completions in a row
 OF_THE_GRADIENT = ("grad_norm", "clip_ratio")  # 0 by construction where no group has an advantage
+
+CAUSES = {  # why generations teach nothing, in the precedence of `why_flat`; what to do is in `findings`
+    "unrewarded": "No reward function returned a finite number",
+    "cut": "All completions are cut at the length limit",
+    "unanswered": "No completion holds a valid answer",
+    "unsolved": "No completion solves its task",
+    "solved": "All completions solve their tasks",
+    "unselected": "The filter keeps no group",
+    "equal": "Every group got the same reward",
+    "alike": "All completions of a group get the same reward",
+}
 
 
 @dataclass(frozen=True)
@@ -263,7 +274,13 @@ class Health:
         if "failing" in beyond:
             return self._fallen("failing", *beyond["failing"])
         if len(self._flat) == LEVEL:
-            cause = _cause(self._flat)
+            rows = self._flat
+            cause = why_flat(
+                all(row.same for row in rows),
+                [row.reward for row in rows if row.reward is not None],
+                [row.success for row in rows],
+                [row.clipped for row in rows],
+            )
             return State("nothing_to_learn", self._step, f"{cause}, for {LEVEL} generations or more.", cause)
         if "drifting" in beyond:
             return self._fallen("drifting", *beyond["drifting"])
@@ -497,20 +514,33 @@ class HealthState(TypedDict):
     spread: list[float]
 
 
-def _cause(rows: list[_Flat]) -> str:
-    """Why some rows taught nothing."""
-    if all(row.clipped is not None and row.clipped >= NO_SIGNAL for row in rows):
-        return "All completions are cut at the length limit"
-    if all(row.success == 0 for row in rows):
-        return "No completion solves its task"
-    if all(row.success is not None and row.success >= NO_SIGNAL for row in rows):
-        return "All completions solve their tasks"
-    if not all(row.same for row in rows):
-        return "The filter keeps no group"
-    rewards = [row.reward for row in rows if row.reward is not None]
+def why_flat(
+    same: bool,
+    rewards: Sequence[float],
+    success: Sequence[float | None],
+    clipped: Sequence[float | None] = (),
+    valid: Sequence[float | None] = (),
+) -> str:
+    """Why generations taught nothing: a text that begins with one of `CAUSES`.
+
+    Args:
+        same: Whether the rewards within every group were the same.
+        rewards: Of these generations, their means or their extremes.
+        success, clipped, valid: Shares of completions; `None` where one is not known.
+    """
+    if clipped and all(share is not None and share >= NO_SIGNAL for share in clipped):
+        return CAUSES["cut"]
+    if valid and all(share == 0 for share in valid):
+        return CAUSES["unanswered"]
+    if success and all(share == 0 for share in success):
+        return CAUSES["unsolved"]
+    if success and all(share is not None and share >= NO_SIGNAL for share in success):
+        return CAUSES["solved"]
+    if not same:
+        return CAUSES["unselected"]
     if rewards and max(rewards) - min(rewards) <= SAME * max(1.0, abs(rewards[0])):
-        return f"Every group got the same reward, {rewards[-1]:.3g}"
-    return "All completions of a group get the same reward"
+        return f"{CAUSES['equal']}, {rewards[-1]:.3g}"
+    return CAUSES["alike"]
 
 
 def _fits(pattern: list[str], key: list[str]) -> bool:

@@ -1,20 +1,16 @@
-"""Whether reasoning depends on its prompt, by the measurements of a run: the one place that decides, and says it.
+"""Whether reasoning depends on its prompt, by the measurements of a run: the one place that decides.
 
-It is not said that training fails: on real runs success has gone on rising while reasoning became a template. What
-warns of failure is in `health`. Log, warning, card, report and `diagnose` all say the same. A measurement has a
-verdict only if it could have come out otherwise, and *collapse* is a change: it is said only of reasoning that has
-depended on its prompt before the weights moved on, and whose upper confidence bound has come down.
+`findings` words it. A measurement has a verdict only if it could have come out otherwise, and *collapse* is a change:
+it is said only of reasoning that has depended on its prompt before the weights moved on, and whose upper confidence
+bound has come down.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 Regime = Literal[
     "diverse",  # depends on its prompt, and varies between samples
@@ -26,7 +22,6 @@ Regime = Literal[
     "inconclusive",  # too few reasoning traces to tell
     "foreign",  # less likely under the own prompt than chance allows: not of these prompts, or not of this model
 ]
-Status = Literal["healthy", "recovered", "suspect", "collapsed", "open", "unknown"]
 
 DEPENDENT, COLLAPSES = ("diverse", "compressed"), ("template_collapse", "low_entropy_collapse")
 # The paper publishes no thresholds; these are ours.
@@ -41,20 +36,6 @@ FOREIGN_ALPHA = 1e-3  # see `is_foreign`
 # stays below a twentieth of the run.
 MIN_STEPS_BETWEEN = 10
 
-# What each regime is called in a list of measurements.
-REGIMES = {
-    "diverse": "Diverse: depends on its prompt and varies between samples",
-    "compressed": "Compressed: depends on its prompt and hardly varies between samples",
-    "template_collapse": "Template collapse: varies between samples, and no longer depends on its prompt",
-    "low_entropy_collapse": "Low-entropy collapse: hardly varies, and no longer depends on its prompt",
-    "weaker": "Depends less on its prompt than before, which one measurement cannot tell from chance",
-    "independent": "Dependence on its prompt not shown",
-    "inconclusive": "Too few reasoning traces to tell",
-    "foreign": "Does not belong to these prompts, or not to this model",
-}
-BECOME = {"template_collapse": "a template", "low_entropy_collapse": "nearly the same words for every prompt"}
-NOT_FAILURE = "On real runs success has gone on rising in this state."
-CUT_RATIO = 0.5  # share of completions cut at the length limit, from which that is said to be why nothing is closed
 ROUNDING = 1e-6  # of a hit: means of shares are not exact
 
 
@@ -126,7 +107,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Judgement:
     """What a measurement says, seen with those before it.
 
     Args:
@@ -164,169 +145,65 @@ class Finding:
         return trials
 
 
-@dataclass(frozen=True)
-class Collapse:
-    """Consecutive measurements, two at least, in one of the collapsed regimes.
-
-    Args:
-        regime: `template_collapse` or `low_entropy_collapse`.
-        first: Optimizer step of the first of them.
-        last: Optimizer step of the last; `None` if the run ended with it.
-    """
-
-    regime: str
-    first: int
-    last: int | None
-
-
-@dataclass(frozen=True)
-class Dependence:
-    """How dependence went over the measurements of runs; all arrays are (..., T).
-
-    Args:
-        depends: Whether retrieval is above chance at `ALPHA`.
-        best: Measurement before it that depended most surely, by its lower bound; -1 if none did.
-        streak: Measurements in a row, up to this, that lie below `RATIO` of the best one.
-        streak_hits, streak_trials: Hits and reasoning traces of the streak.
-        collapsed: Whether the streak is a collapse.
-    """
-
-    depends: NDArray[np.bool_]
-    best: NDArray[np.int64]
-    streak: NDArray[np.int64]
-    streak_hits: NDArray[np.float64]
-    streak_trials: NDArray[np.int64]
-    collapsed: NDArray[np.bool_]
-
-
-def follow_dependence(hits: ArrayLike, trials: ArrayLike, chance: ArrayLike, counts: ArrayLike = True) -> Dependence:
-    """Follows runs by the counts of their measurements, any number of runs at once.
+def judge(measurements: Sequence[Evidence]) -> list[Judgement]:
+    """What each measurement of a run says, in their order.
 
     With e = (accuracy - chance)/(1 - chance), which is 0 at chance and 1 where every reasoning trace is retrieved: a
     measurement depends if a one-sided binomial test against chance passes at `ALPHA`. It is compared with the earlier
     one whose e has the highest lower bound, at `BEST_ALPHA`, if that is above 0. A collapse is a streak of
     `MIN_STREAK` measurements or more with e below `RATIO` of that bound, whose hits together are too few, at `ALPHA`,
-    for any e that is not.
-
-    Args:
-        hits: (..., T) reasoning traces that were retrieved, of T measurements in their order.
-        trials: Reasoning traces; like the two below, broadcast to the shape of `hits`.
-        chance: Probability of a hit where reasoning does not depend on its prompt.
-        counts: Whether a measurement may end a dependence: not before the weights have moved. None does whose
-            reasoning traces are too few to be told from chance: it could not have come out otherwise.
+    for any e that is not. Measurements before the first update, foreign ones, and those whose reasoning traces are
+    too few to be told from chance say nothing, for or against it.
     """
-    hits = np.asarray(hits, dtype=float)
-    trials, chance, counting = (np.broadcast_to(values, hits.shape) for values in (trials, chance, counts))
-    counting = counting & is_attainable(trials, chance)
-    depends = _at_least(hits, trials, chance) <= ALPHA
-    sure = np.maximum(above_chance(_lower_bound(hits, trials, BEST_ALPHA), chance), 0.0)
-    excess = above_chance(hits / trials, chance)
-    made = {"best": np.zeros(hits.shape, int) - 1, "streak": np.zeros(hits.shape, int)}
-    made |= {"streak_hits": np.zeros(hits.shape), "streak_trials": np.zeros(hits.shape, int)}
-    best, streak, streak_hits, streak_trials = (values[..., 0].copy() for values in made.values())
-    collapsed, before = np.zeros(hits.shape, bool), np.zeros(hits.shape[:-1])
-    for t in range(hits.shape[-1]):
-        low = (before > 0) & (excess[..., t] < RATIO * before)
-        counted = low & counting[..., t]
-        # A measurement that cannot count says nothing, for or against.
-        goes_on = counted | ~counting[..., t]
-        streak = np.where(goes_on, streak + counted, 0)
-        streak_hits = np.where(goes_on, streak_hits + counted * hits[..., t], 0.0)
-        streak_trials = np.where(goes_on, streak_trials + counted * trials[..., t], 0)
-        long = counted & (streak >= MIN_STREAK)
-        if long.any():
-            bound = np.asarray(chance[..., t] + RATIO * before * (1 - chance[..., t]))
-            collapsed[..., t][long] = _at_most(streak_hits[long], streak_trials[long], bound[long]) <= ALPHA
-        for name, values in (("best", best), ("streak", streak), ("streak_hits", streak_hits)):
-            made[name][..., t] = values
-        made["streak_trials"][..., t] = streak_trials
-        best = np.where(sure[..., t] > before, t, best)
-        before = np.maximum(before, sure[..., t])
-    return Dependence(depends, collapsed=collapsed, **made)
-
-
-def judge(measurements: Sequence[Evidence]) -> list[Finding]:
-    """What each measurement of a run says, in their order."""
-    if not measurements:
-        return []
-    start = measurements[0]
-    path = follow_dependence(
-        [one.hits for one in measurements],
-        [one.trials for one in measurements],
-        [one.retrieval_chance for one in measurements],
-        [one.updates != 0 and not one.is_foreign for one in measurements],
-    )
-    findings: list[Finding] = []
-    low_since = None
-    for t, evidence in enumerate(measurements):
-        before, streak = (int(path.streak[t - 1]) if t else 0), int(path.streak[t])
-        if streak <= 1:  # where it goes on beyond a measurement that says nothing, it began earlier
-            low_since = low_since if streak == before == 1 else evidence.step
-        best = int(path.best[t])
+    judgements: list[Judgement] = []
+    best, least = None, 0.0  # the earlier measurement to compare with, and the lower bound of its e
+    streak: list[Evidence] = []
+    for evidence in measurements:
+        hits, trials, chance = evidence.hits, evidence.trials, evidence.retrieval_chance
+        counts = evidence.updates != 0 and not evidence.is_foreign and is_attainable(trials, chance)
+        is_low = best is not None and above_chance(hits / trials, chance) < RATIO * least
+        if counts:
+            streak = [*streak, evidence] if is_low else []
+        of_streak = sum(one.hits for one in streak), sum(one.trials for one in streak)
+        is_collapsed = counts and len(streak) >= MIN_STREAK
+        is_collapsed = is_collapsed and at_most(*of_streak, chance + RATIO * least * (1 - chance)) <= ALPHA
+        start = measurements[0]
         bound = LOW_ENTROPY if evidence.step is None else ENTROPY_RATIO * start.conditional_entropy_token
-        is_low = evidence.conditional_entropy_token < bound
-        trials = int(path.streak_trials[t])
-        findings.append(
-            Finding(
-                _regime(evidence, is_low, path, t),
+        has_low_entropy = evidence.conditional_entropy_token < bound
+        judgements.append(
+            Judgement(
+                _regime(evidence, has_low_entropy, is_collapsed, len(streak)),
                 evidence,
                 start,
-                is_low,
-                best=measurements[best] if best >= 0 else None,
-                since=low_since if path.collapsed[t] else None,
-                upper=upper_bound(float(path.streak_hits[t]), trials, ALPHA) if trials else 1.0,
+                has_low_entropy,
+                best=best,
+                since=streak[0].step if is_collapsed else None,
+                upper=upper_bound(*of_streak, ALPHA) if streak else 1.0,
             )
         )
-    return findings
+        sure = above_chance(lower_bound(hits, trials, BEST_ALPHA), chance)
+        if sure > least:
+            best, least = evidence, sure
+    return judgements
 
 
-def collapses(findings: Sequence[Finding]) -> list[Collapse]:
-    """All there were, the latest last."""
-    found = []
-    for is_collapsed, group in groupby(findings, key=lambda finding: finding.is_collapsed):
-        streak = list(group)
-        if is_collapsed:
-            last = None if streak[-1] is findings[-1] else streak[-1].evidence.step
-            found.append(Collapse(streak[-1].regime, streak[0].since or 0, last))
-    return found
-
-
-def status(findings: Sequence[Finding], step: int = 0) -> Status:
-    """How a run is, after `step` optimizer steps.
-
-    Suspect is one whose last measurement alone is low, and one that could not be measured for more than twice as long
-    as ever before; open is one that nothing can be said of, or that has not depended on its prompt yet.
-    """
-    if not findings:
-        return "unknown"
-    found = collapses(findings)
-    if found and found[-1].last is None:
-        return "collapsed"
-    regime = findings[-1].regime
-    if regime in ("independent", "inconclusive", "foreign"):
-        return "open"
-    if regime == "weaker" or is_stale(findings, step):
-        return "suspect"
-    return "recovered" if found else "healthy"
-
-
-def is_stale(findings: Sequence[Finding], step: int) -> bool:
+def is_stale(judgements: Sequence[Judgement], step: int) -> bool:
     """Whether a run could not be measured for more than twice as long as ever before."""
-    steps = [0, *(finding.evidence.step or 0 for finding in findings)]
+    steps = [0, *(judgement.evidence.step or 0 for judgement in judgements)]
     longest = max(after - before for before, after in pairwise(steps))
-    if len(findings) == 1:  # often at step 1, which does not mean that every step is measured
+    if len(judgements) == 1:  # often at step 1, which does not mean that every step is measured
         longest = max(longest, MIN_STEPS_BETWEEN)
     return step - steps[-1] > 2 * longest
 
 
-def is_attainable(trials: Any, chance: Any) -> Any:
+def is_attainable(trials: int, chance: float) -> bool:
     """Whether so many reasoning traces, all of them retrieved, would be told from chance at `ALPHA`."""
     return chance**trials <= ALPHA
 
 
-def above_chance(accuracy: Any, chance: Any) -> Any:
+def above_chance(accuracy: float, chance: float) -> float:
     """0 at chance, 1 where every reasoning trace is retrieved."""
-    return (accuracy - chance) / np.maximum(1 - np.asarray(chance), 1e-12)
+    return (accuracy - chance) / max(1 - chance, 1e-12)
 
 
 def _is_conclusive(hits: float, trials: int, chance: float) -> bool:
@@ -341,139 +218,39 @@ def _is_conclusive(hits: float, trials: int, chance: float) -> bool:
     return at_least(hits, trials, chance) <= ALPHA or at_most(hits, trials, chance + RATIO * (1 - chance)) <= ALPHA
 
 
-def _regime(evidence: Evidence, is_low: bool, path: Dependence, t: int) -> Regime:
+def _regime(evidence: Evidence, has_low_entropy: bool, is_collapsed: bool, streak: int) -> Regime:
     if evidence.is_foreign:
         return "foreign"
-    if path.collapsed[t]:
-        return "low_entropy_collapse" if is_low else "template_collapse"
-    if path.streak[t] == 1:
+    if is_collapsed:
+        return "low_entropy_collapse" if has_low_entropy else "template_collapse"
+    if streak == 1:
         return "weaker"
-    if path.depends[t]:
-        return "compressed" if is_low else "diverse"
+    if evidence.p_value <= ALPHA:
+        return "compressed" if has_low_entropy else "diverse"
     conclusive = _is_conclusive(evidence.hits, evidence.trials, evidence.retrieval_chance)
     return "independent" if conclusive else "inconclusive"
 
 
-# Text
+def begins(judgements: Sequence[Judgement]) -> bool:
+    """Whether something that should be warned of begins with the last measurement: a template, or foreign completions.
 
-
-def headline(findings: Sequence[Finding], step: int = 0) -> str:
-    """In a few words, whether reasoning depends on its prompt, after `step` optimizer steps of a run.
-
-    >>> headline([])
-    'Not measured'
+    A low-entropy collapse is not: entropy shows it, too. Of one collapse, entropy may cross its bound again and again.
     """
-    if not findings:
-        return "Not measured"
-    last, found, how = findings[-1], collapses(findings), status(findings, step)
-    latest = found[-1] if found else None
-    if how == "collapsed" and latest is not None:
-        text = _become(latest.regime, latest.first)
-    elif how == "open":
-        text = _open(last)
-    elif how == "suspect":
-        text = _suspect(last)
-    elif how == "recovered" and latest is not None:
-        was = f"it was {BECOME[latest.regime]} from step {latest.first} to {latest.last}"
-        text = f"Reasoning depends on its prompt again: {was}"
-    else:
-        text = f"{_subject(last.evidence)} depends on its prompt"
-    return text if last.evidence.valid_thinking_rate != 0 else f"{text} ({_unclosed(last.evidence)})"
+    *earlier, last = judgements
+    if last.regime == "foreign":
+        return not earlier or earlier[-1].regime != "foreign"
+    told = any(one.since == last.since and one.regime == last.regime for one in earlier)
+    return last.regime == "template_collapse" and not told
 
 
-def qualifiers(evidence: Evidence) -> str:
-    """The known qualifiers of a verdict: closed reasoning, success, and the share cut at the length limit."""
-    parts = []
-    if evidence.valid_thinking_rate is not None:
-        parts.append(f"closed reasoning {evidence.valid_thinking_rate:.0%}")
-    if evidence.success is not None:
-        parts.append(f"success {evidence.success:.0%}")
-    if evidence.clipped_ratio is not None:
-        parts.append(f"{evidence.clipped_ratio:.0%} of completions cut at the length limit")
-    return ", ".join(parts)
-
-
-def in_numbers(finding: Finding) -> str:
-    """The numbers behind a verdict, in sentences."""
-    evidence, best, start = finding.evidence, finding.best, finding.start
-    sentences = [
-        f"The own prompt explains {evidence.retrieval_accuracy:.1%} of {evidence.num_completions:.0f} reasoning "
-        f"traces best (chance: {evidence.retrieval_chance:.1%}"
-    ]
-    if finding.is_collapsed and best is not None:
-        sentences[0] += (
-            f"; at step {best.step}: {best.retrieval_accuracy:.1%}), and since step {finding.since} at most "
-            f"{finding.upper:.1%} (99 % confidence)"
-        )
-    else:
-        sentences[0] += f", p = {evidence.p_value:.2g})"
-    was = f" ({start.conditional_entropy_token:.2f} at step {start.step})" if start is not evidence else ""
-    sentences.append(
-        f"Mutual information is {evidence.mi_seq:.2f} of at most {evidence.mi_upper_bound:.2f} nats, entropy "
-        f"{evidence.conditional_entropy_token:.2f} nats per token{was}"
-    )
-    if qualified := qualifiers(evidence):
-        sentences.append(qualified[:1].upper() + qualified[1:])
-    return "".join(f"{sentence}. " for sentence in sentences).strip()
-
-
-def warnings(findings: Sequence[Finding]) -> dict[str, str]:
-    """What begins with the last measurement and should be known, by regime.
-
-    There is none of a low-entropy collapse: entropy shows it, too.
-    """
-    last, before = findings[-1], findings[-2] if len(findings) > 1 else None
-    place = f"Step {last.evidence.step}: "
-    texts: dict[str, str] = {}
-    if last.regime == "foreign" and (before is None or before.regime != "foreign"):
-        texts["foreign"] = f"{place}{headline(findings)}. {in_numbers(last)}"
-    # Of one collapse, entropy may cross its bound again and again.
-    told = any(one.since == last.since and one.regime == last.regime for one in findings[:-1])
-    if last.regime == "template_collapse" and not told:
-        said = _become("template_collapse", last.since)
-        texts["template_collapse"] = f"{place}{said}. {NOT_FAILURE} {in_numbers(last)}"
-    return texts
-
-
-def collapse_label(collapse: Collapse) -> str:
-    """What a collapse is called beside a curve."""
-    return "a template" if collapse.regime == "template_collapse" else "the same words"
-
-
-def _become(regime: str, step: int | None) -> str:
-    return f"Reasoning has become {BECOME[regime]}: since step {step} it says little about its prompt"
-
-
-def _subject(evidence: Evidence) -> str:
-    return "What the model writes" if evidence.valid_thinking_rate == 0 else "Reasoning"
-
-
-def _unclosed(evidence: Evidence) -> str:
-    """What was scored where no turn closes its reasoning: because there are no tags, or it was cut off before."""
-    cut = evidence.clipped_ratio
-    why = "" if cut is None or cut < CUT_RATIO else f", {cut:.0%} of completions cut at the length limit"
-    return f"no closed think tag{why}: what was written was scored to its end"
-
-
-def _open(finding: Finding) -> str:
-    evidence = finding.evidence
-    if finding.regime == "foreign":
-        return "The completions do not belong to these prompts, or not to this model"
-    if finding.regime == "inconclusive":
-        return (
-            f"Cannot tell from {evidence.num_completions:.0f} reasoning traces whether they depend on their prompts; "
-            f"{finding.enough} would do"
-        )
-    yet = " yet" if evidence.step is not None and not finding.has_depended else ""
-    beyond, p_value = upper_bound(evidence.hits, evidence.trials, ALPHA), evidence.p_value
-    return f"Dependence on the prompt is not shown{yet} (p = {p_value:.2g}); retrieval beyond {beyond:.0%} is excluded"
-
-
-def _suspect(finding: Finding) -> str:
-    step = finding.evidence.step
-    if finding.regime == "weaker":
-        return f"Depends less on its prompt at step {step} than before, which one measurement cannot tell from chance"
-    return f"{_subject(finding.evidence)} depended on its prompt when last measured, at step {step}"
+def regime_flags(judgement: Judgement) -> dict[str, float]:
+    """What a measurement says, for the logs: 1 or 0 each, and nothing of what it cannot tell."""
+    regime = judgement.regime
+    conclusive = regime in (*DEPENDENT, *COLLAPSES, "independent")
+    flags = {"conclusive": conclusive, "collapsed": judgement.is_collapsed, "low_entropy": judgement.entropy_is_low}
+    if conclusive:
+        flags["depends_on_prompt"] = regime in DEPENDENT
+    return {f"mi/regime/{name}": float(value) for name, value in flags.items()}
 
 
 # Exact binomial tails, and the bounds that follow from them: how sure a share of so many trials is. The core does
@@ -545,8 +322,3 @@ def _sum(counts: range, trials: int, chance: float) -> float:
         for k in counts
     )
     return min(1.0, math.fsum(terms))
-
-
-_at_least = np.vectorize(at_least, otypes=[float])
-_at_most = np.vectorize(at_most, otypes=[float])
-_lower_bound = np.vectorize(lower_bound, otypes=[float])

@@ -4,16 +4,16 @@ Nothing is unpickled and nothing is evaluated. Of the texts only lengths and the
 that a log may be larger than the memory of the machine.
 """
 
-import csv
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,32 +21,29 @@ from numpy.typing import NDArray
 from ragen2_trl.columns import GENERATION
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.messages import counted
-from ragen2_trl.record.checks import MAX_STEP
-from ragen2_trl.record.files import MEASUREMENTS, STATE_FILE, read_json
-from ragen2_trl.record.group_rewards import FILE as GROUP_REWARDS
+from ragen2_trl.record.files import STATE_FILE, measured_step, read_json
 from ragen2_trl.record.group_rewards import read_group_rewards
-from ragen2_trl.record.parquet import open_parquet, table_of
+from ragen2_trl.record.rows import (
+    ALLOWED,
+    MAX_ROWS,
+    TABLES,
+    Row,
+    find_files,
+    number,
+    read_rows,
+    reward_columns,
+)
 from ragen2_trl.record.run import read_run
 from ragen2_trl.record.settings import reward_weights_of
+from ragen2_trl.text import flatten
 
 Floats = NDArray[np.float64]
 Count = Callable[[Any, Any], tuple[int, int]]
 """From a prompt and a completion, text or messages each, to their tokens."""
 
-MAX_ROWS = 2_000_000  # completions that are read; the rest of a longer log is left out, and that is said
 MAX_GROUP = 1024  # completions of a prompt
-MAX_LINE = 2**24  # characters of a line of JSON
 BEGINNING = 200  # characters of each prompt that are kept to show it
 ASSUMED_GROUPS = 8  # of a generation, where rows have no steps to tell it by
-ALLOWED = (
-    "the output_dir of a TRL run with log_completions=True, a folder of *.parquet or *.jsonl, or a *.parquet, *.jsonl "
-    "or *.csv file with prompt, completion and reward"
-)
-# What others call the three columns: verl's rollout dumps.
-ALIASES = {"prompt": ("prompt", "input"), "completion": ("completion", "output")}
-TOTALS = ("reward", "score")  # columns that hold the sum of all rewards
-NO_REWARDS = ("step", "advantage", "group", "success", "clipped", GENERATION)
-TABLES, LINES, SHEETS = (".parquet",), (".jsonl", ".json"), (".csv",)
 SAMPLERS = ("snr_dynamic_sampling_rounds", "snr_pilot_generations", "snr_prompt_selection")
 
 
@@ -110,27 +107,30 @@ class CompletionLog:
         return np.cumsum(new) - 1
 
 
-@dataclass
-class _Rows:
-    """Completions in the order of the log, column by column."""
+class _Completion(NamedTuple):
+    """What is kept of a completion; lengths of the prompt and of the completion."""
 
-    steps: list[int | None] = field(default_factory=list)
-    generations: list[int | None] = field(default_factory=list)
-    prompts: list[int] = field(default_factory=list)
-    lengths: list[tuple[int, int]] = field(default_factory=list)
-    rewards: list[tuple[float, ...]] = field(default_factory=list)
-    advantages: list[float] = field(default_factory=list)
+    step: int | None
+    generation: int | None
+    prompt: int
+    lengths: tuple[int, int]
+    rewards: tuple[float, ...]
+    advantage: float
+
+
+@dataclass
+class _Prompts:
+    """Numbers of distinct prompts, and how each begins."""
+
     numbers: dict[bytes, int] = field(default_factory=dict)
     beginnings: list[str] = field(default_factory=list)
 
-    def leave_out(self, start: int, gone: Sequence[bool]) -> None:
-        """Forget some of the completions from a place on."""
-
-        def forget(column: list[Any]) -> None:
-            column[start:] = [value for value, is_gone in zip(column[start:], gone, strict=True) if not is_gone]
-
-        for column in (self.steps, self.generations, self.prompts, self.lengths, self.rewards, self.advantages):
-            forget(column)
+    def number(self, prompt: Any, text: str) -> int:
+        # Messages of one role and text are one prompt in whatever order their keys come.
+        found = self.numbers.setdefault(_hash(prompt), len(self.numbers))
+        if found == len(self.beginnings):
+            self.beginnings.append(text[:BEGINNING])
+        return found
 
 
 def read_completion_log(
@@ -164,44 +164,17 @@ def read_completion_log(
             raise ValueError(f"{name} must be at least {least}, got {value!r}")
     notes: list[str] = []
     history, state, settings, end = _history(path, notes)
-    files = _files(path)
+    files = find_files(path)
     if not files:
         groups = groups_per_generation or _groups_of(settings)
         return _recorded(path, history, num_generations, groups, notes)
-    names: list[str] = []
-    rows = _Rows()
     functions = [key.split("/")[1] for row in history for key in row if re.fullmatch(r"rewards/[^/]+/mean", key)]
-    evaluated = {row.get("step") for row in history if any(str(key).startswith("eval_reward") for key in row)}
-    generated = {row.get("step") for row in history if "reward" in row}  # TRL logs it where it has sampled
-    left, repeated, before = 0, 0, list[int | bytes]()
-    if later := [file for file in files if end is not None and (_step_of(file) or 0) > end]:
+    if later := [file for file in files if end is not None and (measured_step(file) or 0) > end]:
         notes.append(f"Left out: {counted(len(later), 'file')} of another training, after the last step, {end}.")
-    for file in files:
-        if file in later:
-            continue
-        step, start = _step_of(file), len(rows.prompts)
-        try:
-            wanted = list(rewards) or list(dict.fromkeys(functions))
-            marks = _read_file(file, rows, names, wanted, bool(rewards), count, notes)
-        except OSError as error:  # half a file, as a kill leaves it
-            if len(files) == 1:
-                raise
-            notes.append(f"{file.name} is left out: {' '.join(str(error).split())[:200]}.")
-            continue
-        if step in evaluated:
-            left += 1  # TRL writes the file of a step again after an evaluation, with completions of that
-            gone = [True] * len(marks)
-        else:
-            gone = _again(marks, before if file.suffix in TABLES else (), step in generated)
-            repeated += bool(marks) and all(gone)
-        rows.leave_out(start, gone)
-        before = marks
-        if len(rows.prompts) >= MAX_ROWS:
-            notes.append(f"The first {MAX_ROWS:,} completions are read, up to {file.name}; the rest is left out.")
-            break
-    if left:
-        notes.append(f"Left out: {counted(left, 'file')} of steps with an evaluation, which overwrites completions.")
-    if not rows.prompts:
+        files = [file for file in files if file not in later]
+    kept, prompts = list[_Completion](), _Prompts()
+    names, repeated = _read_files(files, kept, prompts, history, (rewards, functions), count, notes)
+    if not kept:
         raise ValueError(f"{str(path)!r} holds no completions; allowed: {ALLOWED}. {' '.join(notes)}".rstrip())
     of_run = reward_weights_of(settings, names)
     weights = list(reward_weights) or of_run or [1.0] * len(names)
@@ -210,7 +183,7 @@ def read_completion_log(
             f"reward_weights must be {len(names)} numbers, one for each of {', '.join(names)}, got {len(weights)}"
         )
     known = num_generations or _whole(settings.get("num_generations"))
-    log = _grouped(str(path), rows, names, weights, known, groups_per_generation, notes)
+    log = _grouped(str(path), kept, prompts.beginnings, names, weights, known, groups_per_generation, notes)
     if sampled := [name for name in SAMPLERS if settings.get(name)]:
         notes.append(f"The run chose what it sampled ({', '.join(sampled)}): shares here speak for its choice.")
     if not set(functions) & set(names) and len(names) > 1 and not rewards:
@@ -220,6 +193,74 @@ def read_completion_log(
     micro = _whole(state.get("train_batch_size")) or _whole(settings.get("per_device_train_batch_size"))
     notes += _generations_said(log, history, settings, repeated)
     return _calibrated(log, history, micro, count is not None, notes)
+
+
+def _read_files(
+    files: Sequence[Path],
+    kept: list[_Completion],
+    prompts: _Prompts,
+    history: Sequence[Mapping[str, Any]],
+    wanted: tuple[Sequence[str], Sequence[str]],
+    count: Count | None,
+    notes: list[str],
+) -> tuple[list[str], int]:
+    """Add the completions of files, each generation once; their columns of rewards, by the first row, and how many
+    files saved a generation again. `wanted` are the columns that were named, and the functions of the log."""
+    evaluated = {row.get("step") for row in history if any(str(key).startswith("eval_reward") for key in row)}
+    generated = {row.get("step") for row in history if "reward" in row}  # TRL logs it where it has sampled
+    names, left, repeated, marks = list[str](), 0, 0, list[int | bytes]()
+    for file in files:
+        found, here = list[_Completion](), list[int | bytes]()
+        try:
+            for place, row in enumerate(islice(read_rows(file, notes), MAX_ROWS - len(kept))):
+                where = f"row {place} of {file.name}"
+                names = names or _reward_names(row, *wanted, where)
+                one = _completion(row, names, prompts, count, where)
+                found.append(one)
+                mark = one.generation
+                here.append(_hash([one.prompt, row["completion"], one.rewards]) if mark is None else mark)
+        except OSError as error:  # half a file, as a kill leaves it
+            if len(files) == 1:
+                raise
+            notes.append(f"{file.name} is left out: {' '.join(str(error).split())[:200]}.")
+            continue
+        before, marks, step = marks if file.suffix in TABLES else [], here, measured_step(file)
+        if step in evaluated:
+            left += 1  # TRL writes the file of a step again after an evaluation, with completions of that
+            continue
+        gone = _again(marks, before, step in generated)
+        repeated += bool(marks) and all(gone)
+        kept += [one for one, is_gone in zip(found, gone, strict=True) if not is_gone]
+        if len(kept) >= MAX_ROWS:
+            notes.append(f"The first {MAX_ROWS:,} completions are read, up to {file.name}; the rest is left out.")
+            break
+    if left:
+        notes.append(f"Left out: {counted(left, 'file')} of steps with an evaluation, which overwrites completions.")
+    return names, repeated
+
+
+def _reward_names(row: Row, wanted: Sequence[str], functions: Sequence[str], where: str) -> list[str]:
+    """The columns of rewards, by the first row: those that are wanted, in their order, else what the log names."""
+    found = [*wanted] or reward_columns(row, functions)
+    if lacking := [name for name in wanted if name not in row]:
+        allowed = ", ".join(reward_columns(row))
+        raise ValueError(f"{where} has no column {lacking[0]!r}; allowed for rewards: {allowed}")
+    if not found:
+        raise ValueError(f"{where} must have reward, a number, got the columns {', '.join(map(str, row))[:200]}")
+    return found
+
+
+def _completion(row: Row, names: Sequence[str], prompts: _Prompts, count: Count | None, where: str) -> _Completion:
+    prompt, answer = row["prompt"], row["completion"]
+    text = flatten(prompt, joint="\n")
+    return _Completion(
+        row["step"],
+        row[GENERATION],
+        prompts.number(prompt, text),
+        (len(text), len(flatten(answer, joint="\n"))) if count is None else count(prompt, answer),
+        tuple(number(name, row.get(name), where) for name in names),
+        number("advantage", row.get("advantage"), where),
+    )
 
 
 def _whole(value: Any) -> int | None:
@@ -265,190 +306,14 @@ def _history(
     return [], {}, {}, None
 
 
-def _files(path: Path) -> list[Path]:
-    """Files of completions, by step."""
-    if path.is_file():
-        if path.suffix not in TABLES + LINES + SHEETS:
-            raise ValueError(f"{str(path)!r} is of another form; allowed: {ALLOWED}.")
-        return [path]
-    if not path.is_dir():
-        raise ValueError(f"{str(path)!r} is no file or folder; allowed: {ALLOWED}.")
-    is_recorded = (path / MEASUREMENTS / GROUP_REWARDS).is_file()  # other tables beside a record are somebody else's
-    for folder in (path / "completions", *(() if is_recorded else (path,))):
-        for suffixes in (TABLES, LINES[:1]):
-            found = [file for suffix in suffixes for file in folder.glob(f"*{suffix}") if file.is_file()]
-            found = [file for file in found if not file.name.startswith(("evaluation_", "train_"))]  # episodes
-            if found:
-                return sorted(found, key=lambda file: (_step_of(file) or 0, file.name))
-    return []
-
-
-def _step_of(file: Path) -> int | None:
-    """The step that the name of a file ends with: `completions_00010.parquet`, or verl's `10.jsonl`."""
-    match = re.search(r"(\d{1,12})$", file.stem)
-    return int(match[1]) if match else None
-
-
-def _read_file(
-    file: Path,
-    rows: _Rows,
-    names: list[str],
-    wanted: Sequence[str],
-    must: bool,
-    count: Count | None,
-    notes: list[str],
-) -> list[int | bytes]:
-    """Add the rows of a file, and give their marks, see `_again`. The first file says which columns are rewards."""
-    found = _lines(file, notes) if file.suffix in LINES else _parquet(file) if file.suffix in TABLES else _sheet(file)
-    step = _step_of(file) if file.suffix in LINES else None
-    columns: dict[str, str] = {}
-    marks, former, text, place = list[int | bytes](), None, "", 0
-    for number, row in enumerate(found):
-        where = f"row {number} of {file.name}"
-        if not columns:
-            columns = {name: next((one for one in ones if one in row), "") for name, ones in ALIASES.items()}
-            if missing := [name for name, column in columns.items() if not column]:
-                raise ValueError(f"{where} must have {missing[0]}, got the columns {', '.join(map(str, row))[:200]}")
-            if not names:
-                names += _reward_columns(row, wanted, must, where)
-        prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
-        if not number or prompt != former:  # those of a group follow one another
-            former, text = prompt, text_of("prompt", prompt, where)
-            # Messages of one role and text are one prompt in whatever order their keys come.
-            place = rows.numbers.setdefault(_hash(prompt), len(rows.numbers))
-            if place == len(rows.beginnings):
-                rows.beginnings.append(text[:BEGINNING])
-        answer = text_of("completion", completion, where)
-        rows.prompts.append(place)
-        given = row.get("step")
-        if given is not None:
-            value = _number("step", given, where) if isinstance(given, int | float | str) else math.nan
-            if value % 1 or not abs(value) <= MAX_STEP:
-                raise ValueError(f"step must be a whole number, got {given!r:.60} in {where}")
-        rows.steps.append(step if given is None else int(float(given)))
-        rows.rewards.append(tuple(_number(name, row.get(name), where) for name in names))
-        rows.advantages.append(_number("advantage", row.get("advantage"), where))
-        rows.lengths.append((len(text), len(answer)) if count is None else count(prompt, completion))
-        generation = row.get(GENERATION)
-        if not isinstance(generation, int) or abs(generation) > MAX_STEP:
-            generation = None
-        rows.generations.append(generation)
-        marks.append(_hash([place, completion, rows.rewards[-1]]) if generation is None else generation)
-        if len(rows.prompts) >= MAX_ROWS:
-            break
-    return marks
-
-
 def _hash(value: Any) -> bytes:
-    return sha256(json.dumps(value, sort_keys=True, default=str).encode("utf-8", "replace")).digest()
-
-
-def _parquet(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        table = table_of(open_parquet(file), MAX_ROWS)
-    except (OSError, ValueError, RuntimeError) as error:  # half a file, among others
-        raise OSError(f"{file.name} cannot be read as Parquet: {' '.join(str(error).split())[:200]}") from error
-    for batch in table.to_batches(max_chunksize=1024):
-        try:
-            yield from batch.to_pylist()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file.name} must hold text in UTF-8: {error}") from error
-        except (OverflowError, ValueError) as error:
-            raise ValueError(f"{file.name} holds what Python cannot: {error}") from error
-
-
-def _lines(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    with file.open(encoding="utf-8-sig") as opened:
-        for number, line in enumerate(_read_lines(opened, file)):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                if not line.endswith("\n") and number:
-                    notes.append(f"The last line of {file.name} is half written and is left out.")
-                    return
-                raise ValueError(
-                    f"row {number} of {file.name} must be an object of JSON in a line: {error}"
-                ) from error
-            if not isinstance(row, dict):
-                raise ValueError(f"row {number} of {file.name} must be an object of JSON, got {type(row).__name__}")
-            yield row
-
-
-def _read_lines(opened: TextIO, file: Path) -> Iterator[str]:
-    """Lines that are not empty."""
-    try:
-        while line := opened.readline(MAX_LINE):
-            if len(line) == MAX_LINE and not line.endswith("\n"):
-                raise ValueError(f"a row of {file.name} must have at most {MAX_LINE} characters")
-            if line.strip():
-                yield line
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file.name} must hold text in UTF-8: {error}") from error
-
-
-def _sheet(file: Path) -> Iterator[dict[str, Any]]:
-    with file.open(encoding="utf-8-sig", newline="") as opened:
-        try:
-            yield from csv.DictReader(opened)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{file.name} cannot be read as CSV in UTF-8: {error}") from error
-
-
-def _reward_columns(row: Mapping[str, Any], wanted: Sequence[str], must: bool, where: str) -> list[str]:
-    """The columns that hold rewards."""
-    # The log's names are sorted; columns stand in the order of TRL's `reward_funcs`, and so of its `reward_weights`.
-    there = [name for name in (wanted if must else row) if name in row and name in wanted]
-    if must and len(there) < len(wanted):
-        lacking = next(name for name in wanted if name not in row)
-        raise ValueError(f"{where} has no column {lacking!r}; allowed for rewards: {', '.join(_numeric(row))}")
-    if there:
-        return there
-    if total := [name for name in TOTALS if name in row]:
-        return total[:1]
-    if not (numeric := _numeric(row)):
-        raise ValueError(f"{where} must have reward, a number, got the columns {', '.join(map(str, row))[:200]}")
-    return numeric
-
-
-def _numeric(row: Mapping[str, Any]) -> list[str]:
-    return [
-        name
-        for name, value in row.items()
-        if name not in NO_REWARDS and isinstance(value, int | float) and not isinstance(value, bool)
-    ]
-
-
-def _number(name: str, value: Any, where: str) -> float:
-    """A finite number, or NaN where there is none."""
-    if value is None or value == "":
-        return math.nan
-    try:
-        number = float(value) if isinstance(value, int | float | str) else None
-    except (ValueError, OverflowError):
-        number = None
-    if number is None:
-        raise ValueError(f"{name} must be a number, got {value!r:.60} in {where}")
-    return number if math.isfinite(number) else math.nan
-
-
-def text_of(name: str, value: Any, where: str) -> str:
-    """The text of a prompt or a completion, without its pictures."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
-        parts = []
-        for one in value:
-            content = one.get("content")
-            blocks = content if isinstance(content, list) else [content]
-            parts += [block.get("text") if isinstance(block, Mapping) else block for block in blocks]
-            parts.append(one.get("reasoning_content"))
-        return "\n".join(part for part in parts if isinstance(part, str))
-    raise ValueError(f"{name} must be a string or a list of messages, got {type(value).__name__} in {where}")
+    return sha256(json.dumps(value, sort_keys=True, default=str).encode()).digest()
 
 
 def _grouped(
     name: str,
-    rows: _Rows,
+    rows: Sequence[_Completion],
+    beginnings: Sequence[str],
     names: Sequence[str],
     weights: Sequence[float],
     size: int | None,
@@ -456,11 +321,11 @@ def _grouped(
     notes: list[str],
 ) -> CompletionLog:
     """Whole groups of the rows. Those of a prompt in a generation that are no multiple of G are left out."""
-    prompts = np.array(rows.prompts, dtype=np.int64)
-    has_steps, has_numbers = None not in rows.steps, None not in rows.generations
+    prompts = np.array([row.prompt for row in rows], dtype=np.int64)
+    has_steps, has_numbers = (all(getattr(row, key) is not None for row in rows) for key in ("step", "generation"))
     if has_steps:
-        steps = np.array(rows.steps, dtype=np.int64)
-        sampled = np.array(rows.generations if has_numbers else 0 * steps, dtype=np.int64)
+        steps = np.array([row.step for row in rows], dtype=np.int64)
+        sampled = np.array([row.generation for row in rows], dtype=np.int64) if has_numbers else 0 * steps
         order = np.lexsort((np.arange(len(steps)), prompts, sampled, steps))
     else:  # equal prompts that follow one another
         steps = np.cumsum(np.r_[False, prompts[1:] != prompts[:-1]]).astype(np.int64)
@@ -470,7 +335,8 @@ def _grouped(
     counts = np.diff(bounds)
     if size is None:
         size = max(Counter(counts.tolist()).items(), key=lambda pair: (pair[0] * pair[1], -pair[0]))[0]
-    _check_size(size)
+    if size > MAX_GROUP:
+        raise ValueError(f"num_generations must be at most {MAX_GROUP}, got {size}")
     whole = [order[start : start + size * (n // size)] for start, n in zip(bounds[:-1], counts, strict=True)]
     members = np.concatenate(whole).reshape(-1, size) if size > 1 else np.empty((0, 2), dtype=np.int64)
     if not len(members):
@@ -491,30 +357,25 @@ def _grouped(
             notes.append(f"Rows have no step: a generation is taken as {counted(groups, 'group')}; --groups sets it.")
     if not has_steps:
         of_groups = np.arange(len(members)) // groups
-    values = np.array(rows.rewards, dtype=np.float64).reshape(len(prompts), len(names))[members]  # (N, G, F)
+    values = np.array([row.rewards for row in rows], dtype=np.float64)[members]  # (N, G, F)
     known = ~np.isnan(values)
     sums = (np.where(known, values, 0.0) * np.array(weights)).sum(axis=2)
-    advantages = np.array(rows.advantages)[members]
-    lengths = np.array(rows.lengths, dtype=np.float64)[members]
+    advantages = np.array([row.advantage for row in rows])[members]
+    lengths = np.array([row.lengths for row in rows], dtype=np.float64)[members]
     return CompletionLog(
         name,
         of_groups,
         prompts[members[:, 0]],
         np.where(known.any(axis=2), sums, np.nan),
-        {one: values[:, :, number] for number, one in enumerate(names)},
+        {one: values[:, :, column] for column, one in enumerate(names)},
         None if np.isnan(advantages).all() else advantages,
         lengths[:, :, 1],
         lengths[:, 0, 0],
         "characters",
-        rows.beginnings,
+        beginnings,
         sampled[members[:, 0]] if has_steps and has_numbers else None,
         groups,
     )
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_GROUP:
-        raise ValueError(f"num_generations must be at most {MAX_GROUP}, got {size}")
 
 
 def _weights_said(
@@ -589,12 +450,11 @@ def _calibrated(
     notes: Sequence[str],
 ) -> CompletionLog:
     """The log with lengths in tokens: counted, or characters scaled by the mean length that the trainer logged."""
-    values: dict[str, Any] = {**vars(log), "micro_batch": micro, "history": list(history), "notes": list(notes)}
+    log = replace(log, micro_batch=micro, history=list(history), notes=list(notes))
     assert log.lengths is not None and log.prompt_lengths is not None  # of texts
     if counted:  # a completion that was cut has no end token
         longest = [row["completions/max_length"] for row in history if is_number(row.get("completions/max_length"))]
-        lengths = np.minimum(log.lengths, max(longest, default=math.inf))
-        return CompletionLog(**{**values, "lengths": lengths, "unit": "tokens"})
+        return replace(log, lengths=np.minimum(log.lengths, max(longest, default=math.inf)), unit="tokens")
     means = {
         row["step"]: row["completions/mean_length"]
         for row in history
@@ -603,15 +463,10 @@ def _calibrated(
     here = np.isin(log.steps, [*means])
     characters = log.lengths[here].mean() if here.any() else 0.0
     if not characters:
-        return CompletionLog(**values)
-    tokens = np.mean([means[step] for step in log.steps[here].tolist()])
-    scale = float(tokens / characters)
-    scaled = {
-        "lengths": log.lengths * scale,
-        "prompt_lengths": log.prompt_lengths * (_prompt_scale(log, history, means) or scale),
-        "unit": "estimated tokens",
-    }
-    return CompletionLog(**{**values, **scaled})
+        return log
+    scale = float(np.mean([means[step] for step in log.steps[here].tolist()]) / characters)
+    prompts = log.prompt_lengths * (_prompt_scale(log, history, means) or scale)
+    return replace(log, lengths=log.lengths * scale, prompt_lengths=prompts, unit="estimated tokens")
 
 
 def _prompt_scale(
@@ -640,28 +495,17 @@ def _recorded(
     notes: list[str],
 ) -> CompletionLog:
     """The rewards that a run of ours has recorded, which tell neither prompts nor lengths."""
-    records = read_group_rewards(path)
-    if not records:
+    recorded = [(record.step, group) for record in read_group_rewards(path) for group in record.rewards]
+    if not recorded:
         raise ValueError(
             f"{str(path)!r} holds no completions; allowed: {ALLOWED}. TRL writes them with log_completions=True"
         )
-    every = [(record.step, group) for record in records for group in record.rewards]
-    size = size or max(Counter(len(group) for _, group in every).items(), key=lambda pair: pair[1])[0]
-    _check_size(size)
-    whole = [(step, group) for step, group in every if len(group) == size]
-    if size < 2 or not whole:
-        raise ValueError(f"{str(path)!r} has no whole group of {size} rewards; give num_generations")
-    if left := len(every) - len(whole):
-        notes.append(f"Left out: {left} of {len(every)} groups, without {size} rewards.")
+    rows = [
+        _Completion(step, None, prompt, (0, 0), (reward,), math.nan)
+        for prompt, (step, group) in enumerate(recorded)
+        for reward in group
+    ]
+    log = _grouped(str(path), rows, (), ("reward",), (1.0,), size, groups, notes)
     notes.append("No completions are saved: the rewards of all groups are read, which tell neither prompt nor length.")
-    steps = np.array([step for step, _ in whole], dtype=np.int64)
-    return CompletionLog(
-        str(path),
-        steps,
-        np.arange(len(whole), dtype=np.int64),
-        np.array([group for _, group in whole], dtype=np.float64),
-        groups_per_generation=groups or Counter(Counter(steps.tolist()).values()).most_common(1)[0][0],
-        history=list(history),
-        knows_prompts=False,
-        notes=notes,
-    )
+    log = replace(log, by_function={}, lengths=None, prompt_lengths=None, unit="", knows_prompts=False)
+    return replace(log, history=list(history), notes=notes)

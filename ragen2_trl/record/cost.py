@@ -33,36 +33,6 @@ class Cost:
         """Positions of the updates for each one of plain TRL's."""
         return None if self.update is None or not self.plain_update else self.update / self.plain_update
 
-    @property
-    def sampling(self) -> str:
-        """
-        >>> Cost(564, 192, rows=190).sampling
-        '564 completions sampled for 190 rows; plain TRL would have sampled 192 (ratio 2.94)'
-        """
-        count = f"{self.sampled:,.0f} completions sampled"
-        if self.sampled == self.plain_sampled:
-            return f"{count}, as many as plain TRL"
-        rows = "" if self.rows is None else f" for {self.rows:,.0f} rows"
-        plain = f"plain TRL would have sampled {self.plain_sampled:,.0f}"
-        return f"{count}{rows}; {plain} (ratio {self.sampling_ratio:.2f})"
-
-    @property
-    def updates(self) -> str:
-        """
-        >>> Cost(192, 192, 60_000, 100_000).updates
-        '60,000 positions computed, 0.60 times plain TRL (100,000)'
-        """
-        if self.update_ratio is None:
-            return ""
-        plain = f"plain TRL ({self.plain_update:,.0f})"
-        return f"{self.update:,.0f} positions computed, {self.update_ratio:.2f} times {plain}"
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """What `summary.json` holds of it."""
-        ratios = {"sampling_ratio": self.sampling_ratio, "update_ratio": self.update_ratio}
-        return vars(self) | ratios | {"sampling": self.sampling, "updates": self.updates}
-
 
 def cost_of(log_history: Sequence[Mapping[str, Any]]) -> Cost | None:
     """The cost of a run up to its last row that has sums; `None` where nothing has counted them."""

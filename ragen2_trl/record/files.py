@@ -46,8 +46,8 @@ def numbered(folder: Path, name: str, suffix: str, last: int) -> list[Path]:
 
 
 def measured_step(path: Path) -> int | None:
-    """The optimizer step of a numbered file, from its name; `None` for another file."""
-    match = _STEP.fullmatch(path.stem)
+    """The step that the name of a file ends with, such as `train_00010.jsonl` or verl's `10.jsonl`; `None` without."""
+    match = re.search(r"(\d{1,12})$", path.stem)
     return match and int(match[1])
 
 

@@ -102,28 +102,6 @@ class HeldOutCurve:
         """On how many tasks its points stand, in words; nothing where it is not known."""
         return tasks_of(point.metrics for point in self.points)
 
-    @property
-    def start(self) -> str:
-        """Success at the first evaluation, or nothing where there is no other."""
-        return f"{self.first.success:.0%}" if len(self.points) > 1 else ""
-
-    @property
-    def note(self) -> str:
-        """What the last number does not say, in words."""
-        baseline = "" if self.random_baseline is None else f"; random baseline {self.random_baseline:.1%}"
-        tasks = f", {self.tasks}" if self.tasks else ""
-        return (
-            f"95 % interval {self.last.low:.0%} to {self.last.high:.0%}{tasks}{baseline}; best "
-            f"{self.peak.success:.0%} at step {self.peak.step}; area under the curve {self.area:.3f}"
-        )
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """What `summary.json` holds of it."""
-        named = {"first": self.first, "peak": self.peak, "last": self.last}
-        points = {name: {"step": point.step, **point.metrics} for name, point in named.items()}
-        return {**points, "area_under_curve": self.area, "evaluations": len(self.points)}
-
 
 def curves_of(log_history: Sequence[Mapping[str, Any]]) -> dict[str, HeldOutCurve]:
     """The held-out curves in the rows of a log, by task; rows that anyone may have written and that hold something

@@ -9,19 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.instrument.answers import AnswerEvidence, answers_said
-from ragen2_trl.instrument.health import NAMES, Health, State, health, is_number
-from ragen2_trl.instrument.verdict import (
-    Collapse,
-    Evidence,
+from ragen2_trl.instrument.answers import AnswerEvidence
+from ragen2_trl.instrument.findings import (
     Finding,
-    Status,
-    collapses,
-    headline,
-    judge,
-    qualifiers,
-    status,
+    answer_findings,
+    log_findings,
+    nothing_learnt,
+    reasoning_finding,
+    training_finding,
 )
+from ragen2_trl.instrument.health import NAMES, Health, health, is_number
+from ragen2_trl.instrument.verdict import Evidence, Judgement, judge
 from ragen2_trl.messages import counted
 from ragen2_trl.metrics import ANSWER, CLIPPED, EMPTY_STEPS, FIRST_TURN, KEPT, STEP_OF_MI, VALID_THINKING
 from ragen2_trl.record.checks import MAX_STEP, check_about, check_evaluation, check_history, check_state
@@ -35,11 +33,13 @@ from ragen2_trl.record.files import (
     MEASUREMENTS,
     RUN_FILE,
     STATE_FILE,
+    measured_step,
     numbered,
     read_json,
     write_json,
 )
 from ragen2_trl.record.held_out import HeldOutCurve, curves_of
+from ragen2_trl.record.rows import find_files
 from ragen2_trl.record.settings import settings_of, settings_of_state, versions_of_packages
 
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
@@ -142,21 +142,6 @@ class Run:
         return [one for one in found if one[1]]
 
     @property
-    def outcome(self) -> str:
-        """How the run ended, beside how it began, in a sentence; nothing where no success and no reward is known."""
-        before, after = (self.evaluations.get(when) for when in ("before", "after"))
-        if after:
-            began = f"{before['success']:.1%} → " if before else ""
-            interval = f"95 % interval {after['success_ci_low']:.1%} to {after['success_ci_high']:.1%}"
-            return f"Held-out success {began}{after['success']:.1%} ({interval})."
-        if not self.outcomes:
-            return ""
-        name, points, is_fraction = self.outcomes[0]
-        first, last = (f"{value:.1%}" if is_fraction else f"{value:.3f}" for _, value in (points[0], points[-1]))
-        subject = name[:1].upper() + name[1:]
-        return f"{subject} {first} → {last}." if len(points) > 1 else f"{subject} {last}."
-
-    @property
     def is_below_random(self) -> bool:
         """Whether held-out success ended no better than random play, where that was measured."""
         after = self.evaluations.get("after", {})
@@ -169,6 +154,29 @@ class Run:
 
     @cached_property
     def findings(self) -> list[Finding]:
+        """What may be said of the run: of its training, answers, reasoning and log, in this order.
+
+        First comes the state of training. There is none of a diagnosis, and nothing is said of episodes alone.
+        """
+        if self.is_played:
+            return []
+        answers = answer_findings(self.answers)
+        lost = bool(self.answers) and not self.answers[-1].uses_prompt
+        of_reasoning = reasoning_finding(self.judgements, self.step, self.silence, lost)
+        if self.is_diagnosed:
+            return [*answers, of_reasoning]
+        state = training_finding(self.health.state)
+        kept = self.points(KEPT)
+        return [
+            replace(state, severity="note") if state.severity == "good" and self.is_below_random else state,
+            *([nothing_learnt()] if kept and not any(share for _, share in kept) else []),
+            *answers,
+            of_reasoning,
+            *log_findings(self.log_history, len(self.rows), self.problems),
+        ]
+
+    @cached_property
+    def judgements(self) -> list[Judgement]:
         """What each measurement says, seen with those before it."""
         return judge(self.evidence)
 
@@ -176,12 +184,6 @@ class Run:
     def health(self) -> Health:
         """The states of training, by the log rows."""
         return health(self.log_history, self.health_keys)
-
-    @property
-    def state(self) -> State | None:
-        """The last state of training; `None` where nothing was trained, or too little to tell."""
-        is_told = not (self.is_played or self.is_diagnosed) and self.health.state.name != "too_early"
-        return self.health.state if is_told else None
 
     @cached_property
     def answers(self) -> list[AnswerEvidence]:
@@ -195,21 +197,6 @@ class Run:
         return found
 
     @property
-    def answers_said(self) -> list[str]:
-        """Sentences: whether answers use their prompt, and whether they use the reasoning; empty where unknown."""
-        return answers_said(self.answers)
-
-    @property
-    def regimes(self) -> list[tuple[int, str]]:
-        """(optimizer step, regime) of each measurement."""
-        return [(finding.evidence.step or 0, finding.regime) for finding in self.findings]
-
-    @property
-    def collapses(self) -> list[Collapse]:
-        """All there were, the latest last."""
-        return collapses(self.findings)
-
-    @property
     def status(self) -> str:
         if self.is_played:
             return "played"
@@ -221,29 +208,6 @@ class Run:
         if self.step >= self.max_steps:
             return f"finished {counted(self.step, 'step')}"
         return f"stopped at step {self.step}{planned}"
-
-    @property
-    def verdict(self) -> str:
-        """In a few words, whether reasoning depends on its prompt."""
-        if self.is_played:
-            return "Episodes alone, no training"
-        return headline(self.findings, self.step)
-
-    @property
-    def beside(self) -> str:
-        """The known qualifiers of the verdict: closed reasoning, success, and the share cut at the length limit."""
-        return qualifiers(self.evidence[-1]) if self.evidence else ""
-
-    @property
-    def verdict_status(self) -> Status:
-        """`unknown`, `open`, `collapsed`, `suspect`, `recovered` or `healthy`: see `ragen2_trl.instrument.verdict`."""
-        return status(self.findings, self.step)
-
-    @property
-    def has_learnt_nothing(self) -> bool:
-        """Whether no step had a group to train on, so that the weights are those that the run began with."""
-        kept = self.points(KEPT)
-        return bool(kept) and not any(share for _, share in kept)
 
     @property
     def filters_nothing(self) -> bool:
@@ -264,8 +228,10 @@ class Run:
     def completions(self) -> list[Path]:
         """Files of completions that TRL has saved, by step, or that a diagnosis has sampled."""
         if self.is_diagnosed:
-            return [path for path in (self.folder / "completions.parquet",) if path.exists()]
-        return numbered(self.folder / "completions", "completions", ".parquet", self.step)
+            return [path for path in (self.folder / "completions.parquet",) if path.is_file()]
+        folder = self.folder / "completions"
+        files = find_files(folder) if folder.is_dir() else []
+        return [file for file in files if (measured_step(file) or 0) <= self.step]
 
 
 def step_of(row: Mapping[str, Any], key: str) -> int:
@@ -296,11 +262,6 @@ def run_of(trainer: Any) -> Run:
     )
 
 
-def run_of_state(folder: Path, state: Any) -> Run:
-    """The run that a `TrainerState` is of, without its settings."""
-    return _make_run(folder, vars(state), {}, {})
-
-
 def read_run(folder: Path) -> Run:
     """The run that left its files in `folder`.
 
@@ -326,7 +287,7 @@ def read_run(folder: Path) -> Run:
     if history is not None:
         check_history(history, str(folder / HISTORY_FILE))
     if state is None and history is None:
-        if any(numbered(folder, name, ".parquet", MAX_STEP) for name in EPISODE_FILES):
+        if any(numbered(folder, name, ".jsonl", MAX_STEP) for name in EPISODE_FILES):
             return Run(folder, [], step=MAX_STEP, ended=True, is_played=True)
         diagnosis = read_json(folder / DIAGNOSIS_FILE, dict)
         if diagnosis is not None:

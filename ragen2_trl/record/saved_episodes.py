@@ -1,7 +1,7 @@
-"""Episodes as they were played are kept on disk by a run or an evaluation: Parquet, and JSONL for everything else.
+"""Episodes as they were played are kept on disk by a run or an evaluation, as lines of JSON.
 
-`<name>_<step>.parquet` and `<name>_<step>.jsonl` hold the same rows: OpenAI's `messages`, what came of each turn, and
-what the episode was. Texts in them are a model's, and its prompts.
+`<name>_<step>.jsonl` has a row an episode: OpenAI's `messages`, what came of each turn, and what the episode was.
+Texts in it are a model's, and its prompts.
 """
 
 import json
@@ -10,37 +10,27 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import Any, NotRequired, TypedDict
 
 from ragen2_trl.envs.play import Play
-from ragen2_trl.record.files import EVALUATION, write_json_lines
-from ragen2_trl.record.parquet import open_parquet, rows_of
+from ragen2_trl.record.files import EVALUATION, MAX_BYTES, write_json_lines
+from ragen2_trl.record.rows import json_lines
 from ragen2_trl.redaction import without_credentials
-from ragen2_trl.saved_state import replace_whole
+from ragen2_trl.saved_state import check_form, wrong
+from ragen2_trl.text import message_text
 
 MAX_EPISODES = 100_000  # of a file that is read
 PICTURE = "[picture]"  # stands for one in a message
 
 _NAME = re.compile(r"[a-z]+")
-_MESSAGE = {"role": pa.string(), "content": pa.string(), "tool_calls": pa.string()}  # calls as JSON
-_TURN = {"actions": pa.list_(pa.string()), "valid": pa.bool_(), "reward": pa.float64()}
-SCHEMA = pa.schema(
-    {
-        "task": pa.string(),
-        "step": pa.int64(),
-        "group": pa.int64(),
-        "sample": pa.int64(),
-        "seed": pa.int64(),
-        "success": pa.bool_(),
-        "return": pa.float64(),
-        "messages": pa.list_(pa.struct(_MESSAGE)),
-        "turns": pa.list_(pa.struct(_TURN)),
-        "boards": pa.list_(pa.string()),
-    }
-)
+
+
+class SavedMessage(TypedDict):
+    """A message with its reasoning between think tags."""
+
+    role: str
+    content: str
+    tool_calls: NotRequired[Any]
 
 
 @dataclass(frozen=True)
@@ -155,9 +145,7 @@ def episode_of_messages(
 
 
 def save_episodes(folder: Path, episodes: Sequence[PlayedEpisode], name: str = EVALUATION, step: int = 0) -> Path:
-    """Write `<name>_<step>.parquet` and `<name>_<step>.jsonl` into `folder`, without credentials.
-
-    A kill leaves the former files or these, never half of one.
+    """Write `<name>_<step>.jsonl` into `folder`, without credentials. A kill leaves the former file or this one.
 
     Args:
         folder: Made if need be.
@@ -166,7 +154,7 @@ def save_episodes(folder: Path, episodes: Sequence[PlayedEpisode], name: str = E
         step: Optimizer step, 0 outside of training.
 
     Returns:
-        The Parquet file.
+        The file.
 
     Raises:
         ValueError: If `name` is of another form.
@@ -174,56 +162,44 @@ def save_episodes(folder: Path, episodes: Sequence[PlayedEpisode], name: str = E
     if not _NAME.fullmatch(name):
         raise ValueError(f"name must be small letters from a to z, got {name!r}")
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [_row(episode) for episode in episodes]
-    table = pa.Table.from_pylist([_flat(row) for row in rows], SCHEMA)
     path = episodes_path(folder, name, step)
-    write_json_lines(path.with_suffix(".jsonl"), rows)
-    replace_whole(path, lambda file: pq.write_table(table, file, compression="zstd"))
+    write_json_lines(path, map(_row, episodes))
     return path
 
 
 def episodes_path(folder: Path, name: str = EVALUATION, step: int = 0) -> Path:
-    """Where `save_episodes` writes; the JSONL is beside it."""
-    return folder / f"{name}_{step:05d}.parquet"
+    """Where `save_episodes` writes."""
+    return folder / f"{name}_{step:05d}.jsonl"
 
 
 def read_episodes(path: Path) -> list[PlayedEpisode]:
-    """The episodes of a Parquet file that `save_episodes` wrote, and anybody may have changed.
+    """The episodes of a file that `save_episodes` wrote, and anybody may have changed.
 
     Raises:
         OSError, ValueError: If it cannot be read, or holds something else or nothing; one line that names the field.
     """
-    return [_episode(row) for row in rows_of(_open(path), MAX_EPISODES)]
+    if not path.is_file() or path.stat().st_size > MAX_BYTES:
+        raise OSError(f"{str(path)!r} must be a file of at most {MAX_BYTES} bytes")
+    episodes: list[PlayedEpisode] = []
+    for number, row in enumerate(json_lines(path)):
+        if number >= MAX_EPISODES:
+            raise ValueError(f"episodes must be 1 to {MAX_EPISODES}, got more in {path.name}")
+        episodes.append(_episode(row, f"row {number} of {path.name}"))
+    if not episodes:
+        raise ValueError(f"episodes must be 1 to {MAX_EPISODES}, got none in {path.name}")
+    return episodes
 
 
 def read_outcomes(path: Path) -> list[tuple[tuple[str, int], list[bool]]]:
-    """((task, seed), success of each member) of the groups of such a file, without its texts.
+    """((task, seed), success of each member) of the groups of such a file.
 
     Raises:
         OSError, ValueError: As `read_episodes`.
     """
-    names = ("task", "group", "seed", "success")
     groups: dict[tuple[str, int], tuple[tuple[str, int], list[bool]]] = {}
-    for row in rows_of(_open(path), MAX_EPISODES, names):
-        if missing := [name for name in names if row[name] is None]:
-            raise ValueError(f"{missing[0]} must not be missing")
-        _, solved = groups.setdefault((row["task"], row["group"]), ((row["task"], row["seed"]), []))
-        solved.append(row["success"])
+    for one in read_episodes(path):
+        groups.setdefault((one.task, one.group), ((one.task, one.seed), []))[1].append(one.success)
     return list(groups.values())
-
-
-def _open(path: Path) -> pq.ParquetFile:
-    file = open_parquet(path)
-    if not 0 < file.metadata.num_rows <= MAX_EPISODES:
-        raise ValueError(f"episodes must be 1 to {MAX_EPISODES}, got {file.metadata.num_rows}")
-    if file.schema_arrow.remove_metadata() != SCHEMA:
-        wrong = [name for name in SCHEMA.names if name not in file.schema_arrow.names or not _same(file, name)]
-        raise ValueError(f"columns must be {SCHEMA.names} of their types, got others: {wrong or 'too many'}")
-    return file
-
-
-def _same(file: pq.ParquetFile, name: str) -> bool:
-    return bool(file.schema_arrow.field(name).type == SCHEMA.field(name).type)
 
 
 def _spoken(play: Play) -> list[dict[str, Any]]:
@@ -235,13 +211,7 @@ def _spoken(play: Play) -> list[dict[str, Any]]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "\n".join(str(part["text"]) if part.get("type") == "text" else PICTURE for part in content)
-    kept = {"role": str(message["role"]), "content": content}
-    for name in ("reasoning_content", "thinking"):  # where a response parser has put the reasoning
-        if message.get(name):
-            kept["content"] = f"<think>{message[name]}</think>{content}"
+    kept = {"role": str(message["role"]), "content": message_text(message, f"{PICTURE}\n")}
     return {**kept, "tool_calls": message["tool_calls"]} if message.get("tool_calls") else kept
 
 
@@ -255,59 +225,29 @@ def _action(call: Mapping[str, Any]) -> str:
 
 
 def _finite(value: float | None) -> float | None:
-    return float(value) if value is not None and math.isfinite(value) else None
+    try:
+        return float(value) if value is not None and math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def _row(episode: PlayedEpisode) -> dict[str, Any]:
-    """A line of the JSONL file, in the order of `SCHEMA`."""
+    """A line of the file."""
     values = asdict(episode)
     values["return"] = values.pop("episode_return")
-    values["messages"] = without_credentials(json.loads(json.dumps(values["messages"], default=str)))
-    values["turns"] = without_credentials(values["turns"])
-    return _writable({name: values[name] for name in SCHEMA.names})
+    # Halves of surrogate pairs, which a model may write, are in no text that others can read.
+    row: dict[str, Any] = json.loads(json.dumps(values, default=str, ensure_ascii=False).encode("utf-8", "replace"))
+    return row | {name: without_credentials(row[name]) for name in ("messages", "turns")}
 
 
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """The same for Parquet, whose messages have the same fields in every row."""
-    messages = [
-        {**message, "tool_calls": json.dumps(message["tool_calls"])} if "tool_calls" in message else message
-        for message in row["messages"]
-    ]
-    return {**row, "messages": messages}
-
-
-def _writable(value: Any) -> Any:
-    """Texts without halves of surrogate pairs, which a model may write and no file in UTF-8 can hold."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_writable(name): _writable(item) for name, item in value.items()}
-    return [_writable(item) for item in value] if isinstance(value, list) else value
-
-
-def _episode(row: dict[str, Any]) -> PlayedEpisode:
-    for name in SCHEMA.names:
-        if row[name] is None and name != "return":
-            raise ValueError(f"{name} must not be missing")
-    for name, kind in (("messages", dict), ("turns", dict), ("boards", str)):
-        if not all(isinstance(one, kind) for one in row[name]):
-            raise ValueError(f"{name} must hold no empty value")
-    row["episode_return"] = _finite(row.pop("return"))
-    row["turns"] = [_read_turn(turn) for turn in row["turns"]]
-    row["messages"] = [_read_message(message) for message in row["messages"]]
-    return PlayedEpisode(**row)
-
-
-def _read_turn(turn: dict[str, Any]) -> PlayedTurn:
-    named = [action for action in turn["actions"] or () if action is not None]
-    return PlayedTurn(named, bool(turn["valid"]), _finite(turn["reward"]))
-
-
-def _read_message(message: dict[str, Any]) -> dict[str, Any]:
-    kept = {"role": message["role"] or "", "content": message["content"] or ""}
-    if not message["tool_calls"]:
-        return kept
-    try:
-        return {**kept, "tool_calls": json.loads(message["tool_calls"])}
-    except RecursionError as error:  # brackets nested without end
-        raise ValueError("tool_calls must be JSON") from error
+def _episode(row: dict[str, Any], where: str) -> PlayedEpisode:
+    if "return" not in row:
+        raise ValueError(f"{where}: return is missing")
+    row["episode_return"] = row.pop("return")
+    check_form(row, PlayedEpisode, f"{where}:")
+    check_form(row["messages"], list[SavedMessage], f"{where}: messages")
+    for name in ("seed", "group", "sample", "step"):
+        if abs(row.get(name, 0)) > 2**63:
+            raise wrong(f"{where}: {name}", "a whole number of at most 64 bits", row[name])
+    turns = [PlayedTurn(turn["actions"], turn["valid"], _finite(turn["reward"])) for turn in row["turns"]]
+    return PlayedEpisode(**{**row, "episode_return": _finite(row["episode_return"]), "turns": turns})

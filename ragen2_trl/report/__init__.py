@@ -1,4 +1,4 @@
-"""What is drawn of a run: figures, model card, page, summary, images in trackers."""
+"""What is drawn and printed of a run: figures, model card, page, tables, images in trackers."""
 
 from importlib import import_module
 from typing import Any
@@ -7,14 +7,12 @@ from typing import Any
 _HOMES = {
     "add_diagnostics": "card",
     "log_figures": "trackers",
-    "plot_arrows": "plots",
-    "plot_comparison": "plots",
-    "plot_held_out": "plots",
-    "plot_matrix": "measurement_plots",
-    "plot_proxies": "plots",
-    "plot_quadrant": "measurement_plots",
-    "plot_reward_variance": "measurement_plots",
-    "plot_training": "plots",
+    "plot_comparison": "figures",
+    "plot_held_out": "figures",
+    "plot_matrix": "figures",
+    "plot_quadrant": "figures",
+    "plot_reward_variance": "figures",
+    "plot_training": "figures",
     "render_report": "page",
     "save_figure": "style",
     "svg": "style",

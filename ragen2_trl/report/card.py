@@ -1,40 +1,23 @@
-"""The model card of a run has a verdict on its reasoning, a section with numbers and figures, and a model index."""
+"""The model card of a run has its outcome and findings, a section with facts and figures, and a model index."""
 
 import html
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from ragen2_trl.instrument.verdict import NOT_FAILURE
 from ragen2_trl.messages import counted, printable
-from ragen2_trl.metrics import (
-    ACCURACY,
-    ANSWER_PROMPT,
-    ANSWER_THOUGHT,
-    BOUND,
-    CHANCE,
-    CONDITIONAL_ENTROPY,
-    ENTROPY,
-    INFORMATION,
-    KEPT,
-    MARGINAL_ENTROPY,
-    REWARD,
-    Metric,
-    label,
-    metric,
-)
+from ragen2_trl.metrics import ACCURACY, CHANCE, INFORMATION, REWARD
+from ragen2_trl.record.facts import Fact, facts, outcome
 from ragen2_trl.record.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
-from ragen2_trl.record.held_out import HeldOutPoint
 from ragen2_trl.record.run import MEAN_OVER, Run, running_means
 from ragen2_trl.record.settings import has_effect
 
 HEADING = "## Training diagnostics"
 TAGS = ("ragen2", "trl")
 MAX_CHARS = 500  # of a text of others
-MAX_STATES = 10  # the latest
 
 UNNAMED = "a model that is not on the Hub"
 _HUB_ID = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
@@ -43,15 +26,9 @@ FIGURES = {  # of the run's folder, in the order of the card
     "held_out": "Success on held-out tasks over the steps, with 95 % intervals",
     "training": "Reward, success, retrieval accuracy, entropy and what the filter kept, as far as they were logged",
     "quadrant": "The path of the run between the four regimes of arXiv 2604.06268",
-    "proxies": "Six proxies of how much reasoning says about its prompt; dotted: chance, or the bound",
     "cross_scores": "How well each prompt explains each reasoning trace, {when}",
     "reward_variance": "{score} of the groups {when}, and which of them the filter kept",
 }
-# Figures about details, signal and cost come last, with the settings.
-FOLDED = (
-    "proxies",
-    "reward_variance",
-)
 
 
 def add_diagnostics(
@@ -61,7 +38,7 @@ def add_diagnostics(
     revision: str = "main",
     prompt: Sequence[Mapping[str, str]] | None = None,
 ) -> None:
-    """Add a run's diagnostics to a card: a verdict at its head, a section before its citations, tags, the model index.
+    """Add a run's diagnostics to a card: a paragraph at its head, a section before its citations, tags, a model index.
 
     Every number comes from `diagnostics/trainer_state.json`, which is uploaded beside the card, and from held-out
     evaluations where there are any.
@@ -92,37 +69,19 @@ def add_diagnostics(
 
 
 def headline(run: Run) -> str:
-    """One paragraph of Markdown for the head of a card: outcome, cost, health, verdict on reasoning, state."""
-    sentences = _sentences(run)
-    if run.evidence:
-        last = run.evidence[-1]
-        sentences.append(
-            f"Retrieval accuracy at step {last.step}: {last.retrieval_accuracy:.1%} of the reasoning traces are most "
-            f"likely under their own prompt; chance is {last.retrieval_chance:.1%}."
-        )
-    return f"> {' '.join(sentences)} See [Training diagnostics](#training-diagnostics)."
+    """One paragraph of Markdown for the head of a card: outcome, findings, state of the run."""
+    return f"> {' '.join(_sentences(run))} See [Training diagnostics](#training-diagnostics)."
 
 
 def diagnostics_section(run: Run) -> str:
-    """Markdown: outcome, cost, verdict and state of the run, its numbers, its figures, and how it was made."""
-    lines = [HEADING, "", " ".join(_sentences(run)), ""]
-    if run.state is not None:
-        lines += [*(f"- {inline(one.sentence)}" for one in run.health.history[1:][-MAX_STATES:]), ""]
-    rows = _table(run)
-    if rows:
-        lines += ["| | first | last | best |", "|---|---|---|---|"]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-        lines += ["", *_legend(run), ""]
+    """Markdown: outcome, findings and state of the run, its facts, its figures, and how it was made."""
+    lines = [HEADING, "", " ".join(_sentences(run)), "", *_table(facts(run))]
     drawn = [name for name in FIGURES if run.drawn and (run.folder / DIAGNOSTICS / f"{name}.png").exists()]
     lines += _age_of_figures(run)
     for name in drawn:
-        if name not in FOLDED:
-            lines += _figure(name, run)
-    lines += ["<details><summary>How this run was made</summary>", "", *_how(run), ""]
-    for name in drawn:
-        if name in FOLDED:
-            lines += _figure(name, run)
-    return "\n".join([*lines, "</details>"])
+        text = inline(caption(name, run))
+        lines += [f"![{text}]({DIAGNOSTICS}/{name}.png)", "", f"*{text}.*", ""]
+    return "\n".join([*lines, "<details><summary>How this run was made</summary>", "", *_how(run), "", "</details>"])
 
 
 def caption(name: str, run: Run, step: int | None = None) -> str:
@@ -200,151 +159,35 @@ def file_url(repo_id: str | None, path: str, revision: str = "main") -> str | No
 
 
 def _sentences(run: Run) -> list[str]:
-    """Outcome, cost against plain TRL, health, dependence of reasoning on its prompt, state of the run."""
-    outcome = [f"**{inline(run.outcome)}**"] if run.outcome else []
-    cost = [f"Cost: {'; '.join(filter(None, [run.cost.sampling, run.cost.updates]))}."] if run.cost else []
-    return [*outcome, *cost, *_health(run), *run.answers_said, _verdict(run), *_beside(run), _state(run)]
-
-
-def _verdict(run: Run) -> str:
-    if not run.regimes:
-        return "Whether reasoning depends on its prompt was not measured."
-    lost = bool(run.answers) and not run.answers[-1].uses_prompt
-    calm = f" {NOT_FAILURE}" if run.verdict_status == "collapsed" and not lost else ""
-    return f"**{run.verdict}.**{calm}"
-
-
-def _health(run: Run) -> list[str]:
-    """The state of training, in bold where it calls for action."""
-    if run.state is None:
-        return []
-    mark = "" if run.state.name == "learning" else "**"
-    return [f"{mark}{inline(run.state.sentence)}{mark}"]
-
-
-def _beside(run: Run) -> list[str]:
-    """The sentence that qualifies the verdict, if there is anything to say."""
-    return [f"At step {run.evidence[-1].step}: {run.beside}."] if run.beside else []
-
-
-def _state(run: Run) -> str:
-    sentences = [
-        f"Training {run.status}." if run.ended else f"Training is {run.status}; these are its numbers so far."
-    ]
-    if run.has_learnt_nothing:
-        sentences.append("No step had a group to train on: the weights are those that it began with.")
+    """Outcome, findings (but those of missing data; in bold where they call for action), and state of the run."""
+    said = [f"**{inline(outcome(run))}**"] if outcome(run) else []
+    for finding in run.findings:
+        if finding.kind != "data" and finding.name != "too_early":
+            mark = "**" if finding.severity in ("warning", "failure") else ""
+            said.append(f"{mark}{inline(finding.sentence)}{mark}")
+            said += map(inline, finding.advice)
+    said.append(f"Training {run.status}." if run.ended else f"Training is {run.status}; these are its numbers so far.")
     if run.resumed_at:
         steps = ", ".join(map(str, run.resumed_at))
-        sentences.append(f"It was resumed from a checkpoint at step {steps}; the numbers span all of it.")
-    return " ".join(sentences)
+        said.append(f"It was resumed from a checkpoint at step {steps}; the numbers span all of it.")
+    return said
 
 
-def _table(run: Run) -> list[list[str]]:
-    """Label, first, last and best of each number that was logged."""
-
-    rows = []
-    if run.evaluations:
-        rows.append(["held-out success (95 % interval)", _held_out(run, "before"), _held_out(run, "after"), ""])
-    if run.held_out:
-        rows = _curves(run)
-    for name, points, is_fraction in run.outcomes:
-        first, last, best = (
-            f"{value:.1%}" if is_fraction else f"{value:.3f}"
-            for value in (points[0][1], points[-1][1], max(value for _, value in points))
-        )
-        step = max(points, key=lambda point: point[1])[0]
-        once = len(points) == 1
-        rows.append([inline(name), "" if once else first, last, "measured once" if once else f"{best} (step {step})"])
-    if run.cost is not None:
-        rows.append(["completions sampled, against plain TRL", "", f"{run.cost.sampling_ratio:.2f}", ""])
-        if run.cost.update_ratio is not None:
-            rows.append(["update positions, against plain TRL", "", f"{run.cost.update_ratio:.2f}", ""])
-    rows += _rows([ANSWER_PROMPT, ANSWER_THOUGHT], run.points)
-    rows += _measured(run, ACCURACY, CHANCE) + _measured(run, INFORMATION, BOUND)
-    rows += _rows([CONDITIONAL_ENTROPY, MARGINAL_ENTROPY], run.points)
-    if run.regimes:
-        names = [regime.replace("_", " ") for _, regime in (run.regimes[0], run.regimes[-1])]
-        rows.append(["regime", *(names if len(run.regimes) > 1 else ["", names[-1]]), ""])
-    return rows + _rows([ENTROPY, KEPT], lambda key: running_means(run.points(key)))
-
-
-def _measured(run: Run, key: str, limit: str) -> list[list[str]]:
-    """A row of a measured quantity, each value with the chance or the bound of its own measurement: another may have
-    had another number of prompts."""
-    points, at, one = run.points(key), dict(run.points(limit)), metric(key)
-    if not points or one is None:
+def _table(found: Sequence[Fact]) -> list[str]:
+    """The facts as a table, and where they come from."""
+    if not found:
         return []
-
-    def told(point: tuple[int, float]) -> str:
-        return one.text(point[1]) + (f" ({label(limit)} {one.text(at[point[0]])})" if point[0] in at else "")
-
-    if len(points) == 1:
-        return [[_label(one), "", told(points[0]), "measured once"]]
-    best = max(points, key=lambda point: point[1])
-    return [[_label(one), told(points[0]), told(points[-1]), f"{told(best)} (step {best[0]})"]]
-
-
-def _rows(keys: Sequence[str], points_of: Callable[[str], list[tuple[int, float]]]) -> list[list[str]]:
-    """A row for each key that has points."""
-    rows = []
-    for key in keys:
-        points, one = points_of(key), metric(key)
-        if points and one is not None:
-            first = one.text(points[0][1]) if len(points) > 1 else ""
-            rows.append([_label(one), first, one.text(points[-1][1]), ""])
-    return rows
-
-
-def _label(one: Metric) -> str:
-    """The label as a cell of a table, with the unit where values do not show it."""
-    unit = f" ({one.unit})" if one.unit.startswith("nats") else ""
-    return one.label.replace("|", "\\|") + unit
-
-
-def _held_out(run: Run, when: str) -> str:
-    metrics = run.evaluations.get(when)
-    if metrics is None:
-        return ""
-    return f"{metrics['success']:.1%} ({metrics['success_ci_low']:.1%} to {metrics['success_ci_high']:.1%})"
-
-
-def _curves(run: Run) -> list[list[str]]:
-    """Two rows for each task that has a curve."""
-
-    def shown(point: HeldOutPoint) -> str:
-        return f"{point.success:.1%} ({point.low:.1%} to {point.high:.1%})"
-
-    rows = []
-    for task, curve in run.held_out.items():
-        of_task = f" on {code(task)}" if len(run.held_out) > 1 else ""
-        best = f"{curve.peak.success:.1%} (step {curve.peak.step})"
-        rows.append([f"held-out success{of_task} (95 % interval)", shown(curve.first), shown(curve.last), best])
-        rows.append([f"held-out success{of_task}, area under the curve", "", f"{curve.area:.3f}", ""])
-    return rows
-
-
-def _legend(run: Run) -> list[str]:
-    """What the rows of the table are, and where they come from."""
-    state = f"[`{DIAGNOSTICS}/{STATE_FILE}`]({DIAGNOSTICS}/{STATE_FILE})"
-    lines = []
-    if run.regimes:
-        lines = [
-            "*Retrieval accuracy* is the share of reasoning traces Z that their own prompt X explains better than the "
-            "other prompts of the batch do: near chance, the model writes the same whatever it is asked. *I(X;Z)* is "
-            "their mutual information; entropies are of the reasoning, given its prompt and over all prompts. Each is "
-            "a single measurement.",
-            "",
-        ]
+    rows = [
+        (fact.title, fact.text(fact.first), fact.text(fact.last), fact.text(fact.best, with_step=True), fact.note)
+        for fact in found
+    ]
+    lines = [f"| {' | '.join(map(inline, row))} |" for row in rows]
     means = (
-        f"Success in training, reward, policy entropy and what the filter did are means over up to {MEAN_OVER} logged "
-        "steps."
+        f"Numbers of training are means over up to {MEAN_OVER} logged steps, measurements of reasoning single ones. "
+        f"They come from [`{DIAGNOSTICS}/{STATE_FILE}`]({DIAGNOSTICS}/{STATE_FILE}) and, without a curve, from the "
+        "held-out evaluations beside it."
     )
-    files = {} if run.held_out else EVALUATIONS
-    held_out = [f"[`{file}`]({file})" for when, file in files.items() if when in run.evaluations]
-    if run.held_out:
-        means += " The area under the curve of held-out success is divided by the steps: a mean over the run."
-    sources = f"All of it follows from {' and '.join([state, *held_out])}."
-    return [*lines, f"{means} {sources}"]
+    return ["| | first | last | best | |", "|---|---|---|---|---|", *lines, "", means, ""]
 
 
 def _age_of_figures(run: Run) -> list[str]:
@@ -353,11 +196,6 @@ def _age_of_figures(run: Run) -> list[str]:
         return []
     until = f"show it up to step {run.rows[run.drawn - 1].get('step', 0)}" if run.drawn else "are not drawn yet"
     return [f"Its figures {until}; `ragen2-trl report` on its folder draws them with all of these numbers.", ""]
-
-
-def _figure(name: str, run: Run) -> list[str]:
-    text = inline(caption(name, run))
-    return [f"![{text}]({DIAGNOSTICS}/{name}.png)", "", f"*{text}.*", ""]
 
 
 def _how(run: Run) -> list[str]:
@@ -388,8 +226,8 @@ def inline(text: str) -> str:
     """Text of others as Markdown text in one line, none of it markup.
 
     >>> inline("<b>1.0</b>[x](y)")
-    '&lt;b&gt;1.0&lt;/b&gt;\\\\[x\\\\]\\\\(y\\\\)'
+    '&lt;b&gt;1.0&lt;/b&gt;\\\\[x\\\\](y)'
     """
     return re.sub(
-        r"([\\`*_\[\]()#|!~$])", r"\\\1", html.escape(" ".join(printable(text[:MAX_CHARS]).split()), quote=False)
+        r"([\\`*_\[\]#|!~$])", r"\\\1", html.escape(" ".join(printable(text[:MAX_CHARS]).split()), quote=False)
     )

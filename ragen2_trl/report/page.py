@@ -1,88 +1,36 @@
 """The report shows runs side by side on one HTML page, which loads nothing, runs nothing, and opens from a file."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from ragen2_trl.instrument.health import TITLES, Name
-from ragen2_trl.instrument.verdict import COLLAPSES, REGIMES, collapse_label
+from ragen2_trl.instrument.findings import Finding
+from ragen2_trl.instrument.health import is_number
 from ragen2_trl.messages import counted, printable
-from ragen2_trl.metrics import ACCURACY, BOUND, CHANCE, ENTROPY, INFORMATION, KEPT, label
-from ragen2_trl.record.files import UNREADABLE
-from ragen2_trl.record.group_rewards import read_group_rewards
-from ragen2_trl.record.held_out import differ, tasks_of, tasks_to_tell
-from ragen2_trl.record.run import Run, running_means
-from ragen2_trl.record.saved_measurement import SavedMeasurement
+from ragen2_trl.metrics import ACCURACY, INFORMATION, KEPT
+from ragen2_trl.record.facts import COMPUTED, SAMPLED, Fact, facts, outcomes
+from ragen2_trl.record.files import EPISODES, MEASUREMENTS, UNREADABLE, unreadable
+from ragen2_trl.record.held_out import differ, tasks_to_tell
+from ragen2_trl.record.run import Run
+from ragen2_trl.record.saved_measurement import SavedMeasurement, read_measurement
 from ragen2_trl.record.settings import has_effect
-from ragen2_trl.remedies import WhatIf, what_if
-from ragen2_trl.report.episodes import CHOICES, Album, read_album
-from ragen2_trl.report.examples import (
-    MAX_PROMPTS,
-    MAX_SHARED,
-    Excerpt,
-    Group,
-    ReasoningTrace,
-    distinguishing,
-    excerpt,
-    pick_traces,
-    read_groups,
-    read_measurements,
-)
-from ragen2_trl.report.gallery import arrows_svg, figures_of
-from ragen2_trl.report.plots import plot_comparison, points_of
-from ragen2_trl.report.style import html_templates, svg
+from ragen2_trl.report.figures import figures_of, plot_comparison, points_of
+from ragen2_trl.report.samples import Group, pick_samples
+from ragen2_trl.report.style import svg
 
 TEMPLATE = "report.html.jinja"
-OF_TRL = "times plain TRL"
-MAX_STREAKS = 30  # regimes of a run, in the table
-MAX_PROBLEMS = 8  # warnings of a run
+COLUMNS = (SAMPLED, COMPUTED, KEPT, ACCURACY, INFORMATION)  # of the first table, beside the outcome
+MAX_PROBLEMS = 8  # files of a run that cannot be read
 MAX_NAMED = 3  # runs in the headline
 MAX_DIFFERING = 4  # settings beside the name of a run
-HEADLINED: tuple[Name, ...] = ("failing", "nothing_to_learn")  # states of training in the headline
+# Findings in the headline.
+HEADLINED = ("failing", "nothing_to_learn", "nothing_learnt", "template_collapse", "low_entropy_collapse")
 # What a reader who wants the missing part would have to do.
-NO_ROWS = "No training step was logged: the run ended before its first log, or logs less often than it had steps."
-NOT_MEASURED = "Mutual information was not measured, so nothing here says whether reasoning depends on its prompt"
-NO_INFORMATION = f"{NOT_MEASURED}. Before training: trainer.add_callback(MutualInformationCallback(trainer))"
-NOTHING_LEARNT = "No step had a group to train on: the weights are those that the run began with."
-NO_MEASUREMENTS = (
-    "No measurement with its texts is in _measurements/, so there is no matrix and no reasoning trace to read. "
-    "Texts stay on the machine of the run: they are never uploaded."
-)
 NO_COMPLETIONS = "No completions were saved. Before training: log_completions=True in the trainer's settings."
-
-
-@dataclass(frozen=True)
-class Number:
-    """A quantity of a run from start to end, as text; empty where it is not known."""
-
-    label: str
-    start: str = ""
-    end: str = ""
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Streak:
-    """Consecutive measurements in one regime."""
-
-    regime: str
-    first: int
-    last: int
-    count: int
-
-    @property
-    def is_collapsed(self) -> bool:
-        return self.regime in COLLAPSES
-
-    @property
-    def words(self) -> str:
-        return REGIMES.get(self.regime, self.regime)
 
 
 @dataclass(frozen=True)
@@ -92,47 +40,42 @@ class RunSection:
     Args:
         label: Its name, made distinct from those of the other runs.
         run: What it is made of.
-        numbers: For the first screen.
+        outcome: What training was for.
+        facts: Its numbers.
+        findings: What may be said of it.
         figures: (caption, SVG).
-        streaks: Its regimes over time.
-        groups: Completions by prompt.
-        traces: Reasoning traces of the last measurement.
-        measured_at: Its step.
+        groups: Texts that it has written, by prompt.
         problems: What is missing or cannot be read.
-        album: Its episodes, where any were saved.
-        remedies: What its log says of remedies; where it cannot be read, why not.
     """
 
     label: str
     run: Run
-    numbers: list[Number]
+    outcome: Fact | None
+    facts: list[Fact]
+    findings: list[Finding]
     figures: list[tuple[str, Markup]]
-    streaks: list[Streak]
     groups: list[Group]
-    traces: list[ReasoningTrace]
-    measured_at: int | None
     problems: list[str]
-    album: Album | None
-    remedies: WhatIf | str | None
-
-    @property
-    def verdict_status(self) -> str:
-        """Chooses colour and shape."""
-        return self.run.verdict_status
 
     @property
     def status(self) -> str:
         resumed = ", ".join(map(str, self.run.resumed_at))
         return self.run.status + (f", resumed at step {resumed}" if resumed else "")
 
+    @property
+    def files(self) -> list[str]:
+        """What of its folder the page does not show."""
+        texts = {"completions": "completions", EPISODES: "episodes", MEASUREMENTS: "measurements with their texts"}
+        found = [(self.run.folder / name, what) for name, what in texts.items()]
+        return [f"{path.name}/: {what}" for path, what in found if path.is_dir()]
 
-@dataclass(frozen=True)
-class Example:
-    """A prompt with the groups that runs have of it, by the label of the run."""
+    @property
+    def headlined(self) -> list[Finding]:
+        """The findings of the first table."""
+        return [one for one in self.findings if one.kind in ("training", "reasoning")]
 
-    prompt: Excerpt
-    full: Excerpt
-    groups: dict[str, Group]
+    def fact(self, key: str) -> Fact | None:
+        return next((fact for fact in self.facts if fact.key == key), None)
 
 
 def render_report(runs: Sequence[Run]) -> str:
@@ -148,21 +91,19 @@ def render_report(runs: Sequence[Run]) -> str:
         raise ValueError("runs must hold at least one run, got none")
     labels = distinct_labels(list(distinct))
     parts = [_make_part(label, run) for label, run in zip(labels, distinct.values(), strict=True)]
-    shared, own = _pick_examples(parts)
     settings = _table([part.run.settings for part in parts])
+    titles = {fact.key: _upper(fact.title) for part in parts for fact in part.facts if fact.key in COLUMNS}
+    named = dict.fromkeys(part.outcome.title for part in parts if part.outcome)
+    titles["outcome"] = _upper(" or ".join(named)) or "Outcome"
     page: str = _template().render(
         headline=headline(parts),
         parts=parts,
-        columns=_columns(parts),
+        columns=[key for key in COLUMNS if key in titles],
+        titles=titles,
         comparison=_comparison(parts),
-        shared=shared,
-        own=own,
-        contents=contents(parts, shared, own),
         settings=settings,
         differing=[row for row in settings if row[2]][:MAX_DIFFERING],
         versions=_table([part.run.versions for part in parts]),
-        max_streaks=MAX_STREAKS,
-        episode_choices=CHOICES,
     )
     return page + "\n"
 
@@ -187,19 +128,46 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
 
 
 def headline(parts: Sequence[RunSection]) -> str:
-    """What the page says first: how runs ended, which of them fail or learn nothing, and where reasoning collapsed."""
-    played = [f"{_quoted(part)}: {part.album.summary}" for part in parts if part.run.is_played and part.album]
-    trained = [part for part in parts if not part.run.is_played] or ([] if played else parts)
-    said = [*_outcomes(trained), *_states(trained), *_collapses(trained)]
-    if len(trained) == 1:
-        said[0] = f"{_quoted(trained[0])}: {_lower(said[0])}"
-    said = [*played[:MAX_NAMED], *said]
-    if not said:
-        return f"In none of {len(parts)} runs has reasoning become a template"
-    return "; ".join([said[0], *map(_lower, said[1:])])
+    """What the page says first: how the runs ended, the best first, and which of them fail, learn nothing or write
+    templates."""
+
+    def held_out(part: RunSection) -> float:
+        return part.run.evaluations.get("after", {}).get("success", -1.0)
+
+    ranked = sorted(parts, key=held_out, reverse=True)
+    said = [f"“{part.label}”{_control(part.run)}: {_outcome(part)}" for part in ranked[:MAX_NAMED]]
+    said += [f"and {counted(len(parts) - MAX_NAMED, 'more run')}"] if len(parts) > MAX_NAMED else []
+    if len(parts) > 1 and held_out(ranked[1]) >= 0:
+        best, second = (part.run.evaluations["after"] for part in ranked[:2])
+        said += [unsure] if (unsure := _unsure(best, second, "the best two are not shown to differ")) else []
+    bad = [(part, finding) for part in parts for finding in part.findings if finding.name in HEADLINED]
+    for part, finding in bad[:MAX_NAMED]:
+        since = "" if finding.since is None else f" since step {finding.since}"
+        said.append(f"“{part.label}”: {finding.name.replace('_', ' ')}{since}")
+    return "; ".join(said)
 
 
-def _unsure(before: Mapping[str, float], after: Mapping[str, float], nothing: str) -> str:
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _control(run: Run) -> str:
+    return " (nothing filtered)" if run.filters_nothing and run.evaluations else ""
+
+
+def _outcome(part: RunSection) -> str:
+    """The end of a run beside its beginning, in a few words."""
+    one = part.outcome
+    if one is None or one.last is None:
+        return part.run.status
+    before, after = (part.run.evaluations.get(when) for when in ("before", "after"))
+    unsure = _unsure(before, after, "no change shown") if before and after else ""
+    began = f"{one.number(one.first)} → " if one.first else ""
+    size = f" ({one.note})" if part.run.is_played else ""
+    return f"{one.label} {began}{one.number(one.last)}{size}{f' ({unsure})' if unsure else ''}"
+
+
+def _unsure(before: dict[str, float], after: dict[str, float], nothing: str) -> str:
     """`nothing`, where chance may have made the difference, with the tasks that it would take to know."""
     if differ(before, after):
         return ""
@@ -207,215 +175,30 @@ def _unsure(before: Mapping[str, float], after: Mapping[str, float], nothing: st
     return nothing + ("" if tasks is None else f": about {tasks:,} held-out tasks would tell")
 
 
-def _outcomes(parts: Sequence[RunSection]) -> list[str]:
-    """Held-out success of each run, the best end first, and whether the best two differ; for a single run without any
-    its own outcome."""
-    ends = [part for part in parts if "after" in part.run.evaluations]
-    ends.sort(key=lambda part: part.run.evaluations["after"]["success"], reverse=True)
-    if not ends:
-        return [parts[0].run.outcome.rstrip(".")] if len(parts) == 1 and parts[0].run.outcome else []
-    said = []
-    for part in ends[:MAX_NAMED]:
-        before, after = (part.run.evaluations.get(when) for when in ("before", "after"))
-        assert after is not None  # asked above
-        name = (
-            "" if len(parts) == 1 else f"{_quoted(part)}{' (nothing filtered)' if part.run.filters_nothing else ''} "
-        )
-        began = f"{before['success']:.0%} → " if before else ""
-        unsure = before and _unsure(before, after, "no change shown")
-        said.append(f"{name}{began}{after['success']:.0%}{f' ({unsure})' if unsure else ''}")
-    more = f" and {len(ends) - MAX_NAMED} more" if len(ends) > MAX_NAMED else ""
-    found = [f"Held-out success {', '.join(said)}{more}"]
-    if len(ends) > 1:
-        best, second = (part.run.evaluations["after"] for part in ends[:2])
-        found += [unsure] if (unsure := _unsure(best, second, "the best two are not shown to differ")) else []
-    return found
-
-
-def _states(parts: Sequence[RunSection]) -> list[str]:
-    said = []
-    for name in HEADLINED:
-        runs = [
-            f"{_quoted(part)} since step {part.run.state.since}"
-            for part in parts
-            if part.run.state is not None and part.run.state.name == name
-        ]
-        if runs:
-            named = ", ".join(runs[:MAX_NAMED]) + (f" and {len(runs) - MAX_NAMED} more" * (len(runs) > MAX_NAMED))
-            said.append(f"training is {TITLES[name]} in {len(runs)} of {counted(len(parts), 'run')}: {named}")
-    return said
-
-
-def _collapses(parts: Sequence[RunSection]) -> list[str]:
-    """Where reasoning has become a template; for a single run its verdict."""
-    if len(parts) == 1:
-        return [parts[0].run.verdict]
-    collapsed = [part for part in parts if part.verdict_status == "collapsed"]
-    named = ", ".join(f"{_quoted(part)} since step {part.run.collapses[-1].first}" for part in collapsed[:MAX_NAMED])
-    more = f" and {len(collapsed) - MAX_NAMED} more" if len(collapsed) > MAX_NAMED else ""
-    found = [f"In {len(collapsed)} of {len(parts)} runs reasoning is a template: {named}{more}"] if collapsed else []
-    unmeasured = sum(part.verdict_status == "unknown" for part in parts)
-    return found + ([f"Reasoning was not measured in {unmeasured} of {len(parts)} runs"] if unmeasured else [])
-
-
-def _quoted(part: RunSection) -> str:
-    return f"“{part.label}”"
-
-
-def _lower(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:]
-
-
 def _template() -> Template:
-    environment = html_templates()
-    environment.globals.update(arrows_of=arrows_svg)
+    def shown(value: Any) -> Any:
+        return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     return environment.get_template(TEMPLATE)
 
 
 def _make_part(label: str, run: Run) -> RunSection:
-    problems = list(run.problems)
-    measurements = read_measurements(run, problems)
-    groups = read_groups(run, problems)
-    album = read_album(run, problems)
-    problems += _missing(run)
-    last = measurements[-1] if measurements else None
-    return RunSection(
-        label=label,
-        run=run,
-        numbers=_numbers(run),
-        figures=_figures(label, run, measurements),
-        streaks=_streaks(run),
-        groups=groups,
-        traces=pick_traces(last) if last else [],
-        measured_at=last.step if last else None,
-        problems=problems[:MAX_PROBLEMS],
-        album=album,
-        remedies=_remedies(run) if groups or read_group_rewards(run.folder) else None,
-    )
-
-
-def _remedies(run: Run) -> WhatIf | str:
-    """Which remedy would pay off on this run's data, or why its log cannot tell."""
-    try:
-        return what_if(run.folder)
-    except UNREADABLE as error:
-        return " ".join(str(error).split())
-
-
-def _numbers(run: Run) -> list[Number]:
-    def percent(value: float) -> str:
-        return f"{value:.0%}"
-
-    accuracy, information = run.points(ACCURACY), run.points(INFORMATION)
-    # Of the measurement that is shown: another one may have had another number of prompts.
-    bounds, chances = dict(run.points(BOUND)), dict(run.points(CHANCE))
-    bound = bounds.get(information[-1][0]) if information else None
-    chance = chances.get(accuracy[-1][0]) if accuracy else None
-    cost, updates = run.cost, run.cost and run.cost.update_ratio
-    return [
-        _success(run),
-        Number("Completions sampled", "", f"{cost.sampling_ratio:.2f}", f"{OF_TRL}: {cost.sampling}")
-        if cost
-        else Number("Completions sampled"),
-        Number("Update positions", "", "" if updates is None else f"{updates:.2f}", "" if updates is None else OF_TRL),
-        _number(label(KEPT).capitalize(), running_means(run.points(KEPT)), percent, "by the filter"),
-        _number(
-            label(ACCURACY).capitalize(),
-            accuracy,
-            percent,
-            "" if chance is None else f"own prompt found; chance {chance:.1%}",
-        ),
-        _number(
-            "Mutual information",
-            information,
-            lambda value: f"{round(value, 2) + 0.0:.2f}",  # never -0.00
-            "" if bound is None else f"nats, at most {bound:.2f}",
-        ),
-        _number("Entropy", running_means(run.points(ENTROPY)), lambda value: f"{value:.2f}", "nats per token"),
-    ]
-
-
-def _columns(parts: Sequence[RunSection]) -> list[str]:
-    """What stands above the numbers: all that it is called, where runs have not the same of it."""
-    columns = zip(*(part.numbers for part in parts), strict=True)
-    return [" or ".join(dict.fromkeys(number.label for number in column)).capitalize() for column in columns]
-
-
-def contents(
-    parts: Sequence[RunSection], shared: Sequence[Example], own: Mapping[str, Sequence[Example]]
-) -> list[str]:
-    """The sections of the page beside its runs and their episodes, by their titles."""
-    there = {
-        "Completions": bool(shared or any(own.values())),
-        "Reasoning traces": any(part.traces for part in parts),
-        "Settings and versions": any(part.run.settings or part.run.versions for part in parts),
-    }
-    return [title for title, is_there in there.items() if is_there]
-
-
-def _success(run: Run) -> Number:
-    """Held out where the end was evaluated, else in training, else the reward."""
-    before, after = (run.evaluations.get(when) for when in ("before", "after"))
-    if run.held_out:
-        curve = next(iter(run.held_out.values()))
-        return Number("Held-out success", curve.start, f"{curve.last.success:.0%}", curve.note)
-    if after:
-        measured = [metrics for metrics in (before, after) if metrics]
-        start = f"{before['success']:.0%}" if before else ""
-        bounds = ", then ".join(f"{one['success_ci_low']:.0%} to {one['success_ci_high']:.0%}" for one in measured)
-        tasks = tasks_of(measured)
-        note = f"95 % interval {bounds}" + (f"; {tasks}" if tasks else "")
-        return Number("Held-out success", start, f"{after['success']:.0%}", note)
-    if run.is_diagnosed and run.success_metric:
-        return _number("Success of what was diagnosed", run.points(run.success_metric), lambda x: f"{x:.0%}", "")
-    if not run.outcomes:
-        return Number("Success in training")
-    name, points, is_fraction = run.outcomes[0]
-    return _number(
-        name[:1].upper() + name[1:], points, lambda value: f"{value:.0%}" if is_fraction else f"{value:.2f}", ""
-    )
-
-
-def _number(label: str, points: Sequence[tuple[int, float]], shown: Callable[[float], str], note: str) -> Number:
-    if not points:
-        return Number(label)
-    start = shown(points[0][1]) if len(points) > 1 else ""
-    return Number(label, start, shown(points[-1][1]), note)
-
-
-def _streaks(run: Run) -> list[Streak]:
-    streaks = [list(streak) for _, streak in groupby(run.regimes, key=lambda measured: measured[1])]
-    return [Streak(streak[0][1], streak[0][0], streak[-1][0], len(streak)) for streak in streaks]
-
-
-def _missing(run: Run) -> list[str]:
-    if run.is_played or run.is_diagnosed:
-        return []
-    problems = [] if run.rows else [NO_ROWS]
-    if run.has_learnt_nothing:
-        problems.append(NOTHING_LEARNT)
-    if not run.regimes and not run.points(INFORMATION):
-        silent = f"{NOT_MEASURED}: {run.silence or 'no step asked for it'}."
-        problems.append(NO_INFORMATION if run.silence is None else silent)
-    elif not run.measurements:
-        problems.append(NO_MEASUREMENTS)
-    if not run.completions:
+    problems: list[str] = []
+    measurements = _measurements(run, problems)
+    groups = pick_samples(run, problems)
+    if not groups and not problems and not run.is_played:
         problems.append(NO_COMPLETIONS)
-    rows = counted(len(run.log_history), "log row")
-    if stepless := sum(row.get("step") is None for row in run.log_history):
-        problems.append(f"No step in {stepless} of {rows}. Figures leave them out.")
-    broken = [(row.get("step"), names) for row in run.log_history if (names := _not_finite(row))]
-    if broken:
-        step, names = broken[0]
-        problems.append(
-            f"Values that are not finite numbers in {len(broken)} of {rows}, the first at step {step}: "
-            f"{', '.join(names)}. Figures leave them out."
-        )
-    return problems
-
-
-def _not_finite(row: dict[str, Any]) -> list[str]:
-    return [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    figures = _figures(label, run, measurements)
+    first = next(iter(outcomes(run)), None)
+    return RunSection(label, run, first, facts(run), run.findings, figures, groups, problems[:MAX_PROBLEMS])
 
 
 def _figures(label: str, run: Run, measurements: Sequence[SavedMeasurement]) -> list[tuple[str, Markup]]:
@@ -429,38 +212,49 @@ def _comparison(parts: Sequence[RunSection]) -> Markup | None:
     if len(logged) < 2:
         return None
     figure = plot_comparison(
-        {part.label: part.run.rows for part in logged},
-        {part.label: part.run.success_metric for part in logged},
-        {
-            part.label: (part.run.collapses[-1].first, collapse_label(part.run.collapses[-1]))
-            for part in logged
-            if part.run.collapses
-        },
+        {part.label: part.run.rows for part in logged}, {part.label: part.run.success_metric for part in logged}
     )
     return Markup(svg(figure, "comparison"))
 
 
-def _pick_examples(parts: Sequence[RunSection]) -> tuple[list[Example], dict[str, list[Example]]]:
-    """Prompts that several runs have, and further ones by the label of the run that has them."""
-    by_prompt: dict[str, dict[str, Group]] = {}
-    for part in parts:
-        for group in part.groups:
-            by_prompt.setdefault(group.prompt, {})[part.label] = group
-    short = distinguishing(by_prompt)
+def _measurements(run: Run, problems: list[str]) -> list[SavedMeasurement]:
+    """The first and the last of the measurements that can be read; one, if there is no more, or none."""
+    found: dict[int, SavedMeasurement] = {}
+    for paths in (run.measurements, run.measurements[::-1]):
+        for path in paths:
+            try:
+                measurement = read_measurement(path)
+                _check(measurement)
+            except UNREADABLE as error:
+                if (problem := unreadable(path, error)) not in problems:
+                    problems.append(problem)
+                continue
+            found[measurement.step] = measurement
+            break
+    return list(found.values())
 
-    def example(prompt: str) -> Example:
-        return Example(excerpt(short[prompt]), excerpt(prompt, 4000), by_prompt[prompt])
 
-    def variance(prompt: str) -> float:
-        return max(group.variance for group in by_prompt[prompt].values())
-
-    common = sorted((prompt for prompt, groups in by_prompt.items() if len(groups) > 1), key=variance, reverse=True)
-    shared = common[:MAX_SHARED]
-    own = {}
-    for part in parts:
-        rest = [group.prompt for group in part.groups if len(by_prompt[group.prompt]) == 1]
-        own[part.label] = [example(prompt) for prompt in rest[: MAX_PROMPTS - len(shared)]]
-    return [example(prompt) for prompt in shared], own
+def _check(measurement: SavedMeasurement) -> None:
+    """Raises a `ValueError` for a measurement that cannot be drawn: anyone may have written it."""
+    rows, columns = len(measurement.traces), len(measurement.prompts)
+    for name, shape in (("cross_logps", (rows, columns)), ("lengths", (rows,)), ("prompt_index", (rows,))):
+        if (found := tuple(getattr(measurement, name).shape)) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {found}")
+    if not rows or columns < 2:
+        raise ValueError("there must be at least one reasoning trace and two prompts")
+    if not measurement.cross_logps.isfinite().all():
+        raise ValueError("cross_logps must be finite")
+    if measurement.lengths.min() < 1:
+        raise ValueError("lengths must be at least 1")
+    if measurement.prompt_index.min() < 0 or measurement.prompt_index.max() >= columns:
+        raise ValueError(f"prompt_index must be between 0 and {columns - 1}")
+    if measurement.scores.dim() != 1:
+        raise ValueError(f"scores must have shape (groups,), got {tuple(measurement.scores.shape)}")
+    if measurement.kept is not None and measurement.kept.shape != measurement.scores.shape:
+        raise ValueError("kept must have as many values as scores")
+    for name in ("retrieval_accuracy", "retrieval_chance"):
+        if not is_number(measurement.metrics.get(name)):
+            raise ValueError(f"metrics must hold the number {name}")
 
 
 def _table(columns: Sequence[dict[str, Any]]) -> list[tuple[str, list[str], bool]]:

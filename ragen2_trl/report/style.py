@@ -6,20 +6,18 @@ differ by their colour alone. Six inches wide with letters of 10 to 11 points, s
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, ParamSpec
 from xml.dom import minidom
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ragen2_trl.messages import printable
 from ragen2_trl.record.files import write_text
 from ragen2_trl.saved_state import replace_whole
 
@@ -31,7 +29,9 @@ LINE_COLOURS = (BLUE, ORANGE, GREEN, "#000000", "#CC79A7", "#E69F00", "#56B4E9")
 LINE_STYLES = ("-", "--", "-.", (0, (6, 1.5, 1, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-WIDTH = 6.0  # inches
+LIGHT_GREY = "#B8B8B8"  # groups left out, far lighter than kept ones in greyscale too
+
+WIDTH, LETTERS = 6.0, 60  # inches, and letters of a row of a legend
 LINE_WIDTH, THIN = 1.8, 0.8  # points
 GUIDE_LINE: dict[str, Any] = {"color": GREY, "linestyle": ":", "linewidth": 1.4}  # chance, bounds, plain TRL
 
@@ -82,15 +82,24 @@ def drawn_in_style(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     return in_style
 
 
-def make_panels(count: int, height: float, extra: float = 0.6) -> tuple[Figure, Sequence[Axes]]:
+def look(number: int) -> dict[str, Any]:
+    """Colour and line of the line with this number."""
+    return {
+        "color": LINE_COLOURS[number % len(LINE_COLOURS)],
+        "linestyle": LINE_STYLES[number % len(LINE_STYLES)],
+    }
+
+
+def make_panels(count: int, height: float, names: Sequence[str] = ()) -> tuple[Figure, Sequence[Axes]]:
     """A figure of its own, without pyplot: no global state, no display needed.
 
     Args:
         count: panels, one below the other with a common horizontal axis.
         height: of each in inches.
-        extra: inches for all of the figure besides.
+        names: of its lines, which `legend_outside` then writes above all panels.
     """
-    figure = Figure(figsize=(WIDTH, count * height + extra), layout="constrained")
+    rows = math.ceil(len(names) / _columns(names)) if names else 0
+    figure = Figure(figsize=(WIDTH, count * height + 0.6 + 0.22 * rows), layout="constrained")
     panels = figure.subplots(count, 1, sharex=True, squeeze=False)
     return figure, list(panels[:, 0])
 
@@ -102,9 +111,29 @@ def legend_above(axes: Axes) -> None:
         axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), borderaxespad=0.2)
 
 
+def legend_outside(figure: Figure, names: Sequence[str]) -> None:
+    """Names the lines of all panels once, above them, in as many columns as there is room for."""
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.lines}
+    handles = [lines[name] for name in names if name in lines]
+    figure.legend(handles=handles, loc="outside upper left", ncols=_columns(names), handlelength=3.2, borderpad=0.6)
+
+
+def _columns(names: Sequence[str]) -> int:
+    return max(1, min(3, len(names), LETTERS // (max(map(len, names)) + 5)))
+
+
 def whole_numbers() -> MaxNLocator:
     """Up to nine ticks at whole numbers, also on a short axis."""
     return MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
+
+
+def number_steps(axes: Axes) -> None:
+    """Names the horizontal axis, which has optimizer steps."""
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(whole_numbers())
+    left, right = axes.get_xlim()
+    if right - left < 1:  # a single step
+        axes.set_xlim(left - 1, right + 1)
 
 
 def plain_name(text: str, max_chars: int = 48) -> str:
@@ -170,19 +199,3 @@ def _prefix_ids(element: minidom.Element, prefix: str) -> None:
             element.setAttribute(key, f"#{prefix}-{value[1:]}")
         elif "url(#" in value:
             element.setAttribute(key, value.replace("url(#", f"url(#{prefix}-"))
-
-
-def html_templates() -> Environment:
-    """Renders the templates of this folder, with what they are shown escaped."""
-
-    def shown(value: Any) -> Any:
-        return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        finalize=shown,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )

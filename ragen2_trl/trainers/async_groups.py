@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen2_trl.trainers.empty_steps import why_nothing_is_kept
+from ragen2_trl.trainers.empty_steps import nothing_kept
 from ragen2_trl.trainers.selection import Selection
 
 TAG = "snr_tag"  # in the metrics of a row, until `GroupQueue` takes it out
@@ -249,10 +249,9 @@ class GroupQueue:
         self.ledger.rows_done(number, 0)  # a group without rows is done
         self._dropped = 0 if rows else self._dropped + 1
         if 0 < args.snr_max_empty_steps * (args.generation_batch_size // size) <= self.since_kept:
-            raise RuntimeError(
-                f"{self.since_kept} groups in a row had nothing to train on "
-                f"(snr_max_empty_steps={args.snr_max_empty_steps}). {why_nothing_is_kept(trainer)}"
-            )
+            said = f"{self.since_kept} groups in a row had nothing to train on "
+            said += f"(snr_max_empty_steps={args.snr_max_empty_steps})"
+            raise RuntimeError(nothing_kept(trainer, said, [one.rewards for _, one in self.arrivals]).text)
 
     def _check_silence(self) -> None:
         silent_after_s = self.trainer.args.heartbeat_stale_after_s

@@ -1,12 +1,19 @@
 """Optimizer steps without a kept row, and the filter's part of each log row."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict
 
+import torch
 from accelerate.logging import get_logger
+from torch import Tensor
 from transformers import TrainerCallback
 
+from ragen2_trl.filtering import zero_variance
+from ragen2_trl.instrument.findings import Finding, flat_finding
+from ragen2_trl.instrument.health import CAUSES, why_flat
 from ragen2_trl.metrics import GENERATION
 from ragen2_trl.rollout_events import log_row
 from ragen2_trl.trainers.plans import MicroStep
@@ -14,18 +21,43 @@ from ragen2_trl.trainers.plans import MicroStep
 logger = get_logger(__name__)
 
 
-def why_nothing_is_kept(trainer: Any) -> str:
-    """What a run without a kept group should look at.
+COLD_START = 3  # steps without a kept group at the beginning of a run, before that is said
+REMEMBERED = 50  # steps
+
+
+def nothing_kept(trainer: Any, said: str, rewards: Sequence[Tensor]) -> Finding:
+    """What groups in a row without a kept one have in common, and what to do about it.
 
     Args:
-        trainer: one of ours.
+        trainer: One of ours.
+        said: That nothing was kept, as the beginning of a sentence.
+        rewards: (n, G) of these groups each, NaN where there is none.
     """
-    strategy = trainer._strategy
-    return (
-        f"Rewards in this run lie in {strategy.reward_range}. Either completions of one prompt never differ in "
-        "reward (see snr/zero_variance_fraction, snr/dropped_all_best and snr/dropped_all_worst: too easy, or too "
-        f"hard), or every completion is truncated, or the selection keeps none ({strategy.describe()})."
-    )
+    known = [groups[groups.isfinite()] for groups in rewards]
+    found = torch.cat([torch.empty(0), *known])
+    extremes = [found.min().item(), found.max().item()] if found.numel() else []
+    same = all(bool(zero_variance(groups).all()) for groups in rewards)
+    valid, success = (_logged_of_tasks(trainer, name) for name in ("valid_rate", "success"))
+    why = why_flat(same, extremes, success, valid=valid) if extremes else CAUSES["unrewarded"]
+    selector = trainer._strategy.describe()
+    if getattr(trainer.args, "mask_truncated_completions", False):
+        selector += ", mask_truncated_completions=True, which leaves out completions that are cut off"
+    return flat_finding(f"{said}: {why[:1].lower()}{why[1:]}.", why, _warm_start(trainer), selector)
+
+
+def _warm_start(trainer: Any) -> str:
+    """A warm start, with the command for it where the task is one of ours."""
+    own = (vars(func).get("environment") for func in trainer.reward_funcs if hasattr(func, "__dict__"))
+    env = next(filter(None, own), None)
+    return f"a warm start (`{env.warm_start}`)" if env is not None and env.warm_start else "a warm start"
+
+
+def _logged_of_tasks(trainer: Any, name: str) -> list[float]:
+    """Values of this log row under `env/<task>/<name>`, of all tasks together where there are several."""
+    row = trainer._metrics["train"]
+    keys = (key for key in row if re.fullmatch(f"env/[^/]+/{name}", key))
+    first = min(keys, default=None)  # `all` sorts before the name of every task
+    return [] if first is None else row[first]
 
 
 class StepsState(TypedDict):
@@ -39,6 +71,8 @@ class StepsState(TypedDict):
 
 class EmptySteps(TrainerCallback):
     """An optimizer step without a kept row moves nothing, is counted, and a long series of them ends the run.
+
+    A run that begins with `COLD_START` of them says why.
 
     Every step's log row has the filter's metrics, also steps that reuse completions.
 
@@ -63,6 +97,7 @@ class EmptySteps(TrainerCallback):
         self.grad_norm: Any = None  # of the latest step with rows since the last log row
         self.empty_steps = 0
         self.empty_streak = 0
+        self.unkept = deque[Tensor](maxlen=REMEMBERED)  # rewards of the latest of these steps, (N, G) each
         self.has_begun = False  # whether a step has
         self.begin_step()
 
@@ -135,12 +170,20 @@ class EmptySteps(TrainerCallback):
         # This step may have reused completions of an earlier generation.
         row = self.trainer._metrics["train"]
         log_row(self.trainer, {name: value for name, value in self.latest.items() if not row[name]})
+        selection = self.trainer.latest_selection
+        if not empty:
+            self.unkept.clear()
+        elif selection is not None:
+            self.unkept.append(selection.rewards.cpu())
+        said = None
         if 0 < args.snr_max_empty_steps <= self.empty_streak:
-            logger.warning(
-                f"Training stops at step {state.global_step}: {self.empty_streak} optimizer steps in a row had no "
-                f"kept group (snr_max_empty_steps={args.snr_max_empty_steps}). {why_nothing_is_kept(self.trainer)}"
-            )
+            said = f"Training stops at step {state.global_step}: {self.empty_streak} optimizer steps in a row had no "
+            said += f"kept group (snr_max_empty_steps={args.snr_max_empty_steps})"
             control.should_training_stop = True
+        elif self.empty_streak == state.global_step == COLD_START:
+            said = f"None of the first {COLD_START} steps had anything to train on"
+        if said is not None:
+            logger.warning(nothing_kept(self.trainer, said, self.unkept).text)
         self.begin_step()
 
     def state(self) -> StepsState:

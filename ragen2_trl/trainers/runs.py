@@ -37,7 +37,6 @@ COMPANIONS = (
     "ragen2_trl.callbacks.run_record:keep_record",
     "ragen2_trl.callbacks.cost:count_cost",
     "ragen2_trl.callbacks.training_health:keep_watch",
-    "ragen2_trl.callbacks.cold_start:keep_cold_start",
     "ragen2_trl.callbacks.training_progress:show_progress",
 )
 

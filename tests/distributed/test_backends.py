@@ -192,7 +192,7 @@ def test_processes_whose_episodes_differ_in_turns_generate_together(backend, pol
     rows = [row for row in first["rows"] if "loss" in row]
     assert [row["env/frozen_lake/turns"] for row in rows] == [3.0, 3.0]
     for step in (1, 2):  # one file for all processes
-        episodes = read_episodes(tmp_path / "_episodes" / f"train_{step:05d}.parquet")
+        episodes = read_episodes(tmp_path / "_episodes" / f"train_{step:05d}.jsonl")
         assert [one.sample for one in episodes] == list(range(GROUP_SIZE)) * (8 // GROUP_SIZE)
         assert sorted(len(one.turns) for one in episodes) == [2] * 4 + [4] * 4
 

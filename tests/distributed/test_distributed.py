@@ -215,7 +215,7 @@ def test_two_processes_evaluate_as_one_does(backend, tmp_path):
         assert len(keys) > 30
         for key in keys:
             assert row[key] == other[key] == pytest.approx(single[key], abs=1e-9), key
-    episodes = [read_episodes(tmp_path / name / "_episodes" / "evaluation_00001.parquet") for name in ("two", "one")]
+    episodes = [read_episodes(tmp_path / name / "_episodes" / "evaluation_00001.jsonl") for name in ("two", "one")]
     assert episodes[0] == episodes[1]
 
 
@@ -235,7 +235,7 @@ def test_two_processes_save_the_groups_that_one_saves(tmp_path):
     played.run(str(tmp_path / "one"), 1)
     groups = []
     for name in ("one", "two"):
-        episodes = read_episodes(tmp_path / name / "_episodes" / "train_00001.parquet")
+        episodes = read_episodes(tmp_path / name / "_episodes" / "train_00001.jsonl")
         groups.append(Counter((one.group, one.task, one.seed) for one in episodes))
     for found in groups:
         assert sorted(found.values()) == [4] * 6
