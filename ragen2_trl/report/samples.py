@@ -131,9 +131,7 @@ def _completions(path: Path, run: Run, problems: list[str]) -> list[_Text]:
     rows = read_table(path, problems)
     rows = [row for row in rows if row[GENERATION] == rows[-1][GENERATION]]
     logged = {key.split("/")[1] for row in run.rows for key in row if key.startswith("rewards/")}
-    names = reward_columns(rows[0], [*logged])
-    if run.is_diagnosed:  # which has no rewards among its numbers
-        names = [name for name in ("success",) if name in rows[0]]
+    names = reward_columns(rows[0], logged)
     weights = reward_weights_of(run.settings, names) or [1.0] * len(names)
     found = []
     for row in rows:
