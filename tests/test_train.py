@@ -113,7 +113,7 @@ def test_a_run_with_a_held_out_curve_leaves_curve_episodes_and_the_best_checkpoi
     shown = " ".join(capsys.readouterr().out.split())
     assert "held-out success on" in shown and "mean over the steps" in shown
     assert "held out " in shown  # in the live line
-    assert shown.count("positions computed") == shown.count("To look at it: ragen2-trl report") == 1
+    assert shown.count("update positions") == shown.count("To look at it: ragen2-trl report") == 1
     assert "area under the curve" in render_report([read_run(run)])
 
 
