@@ -91,7 +91,7 @@ def pick_samples(run: Run, problems: list[str]) -> list[Group]:
         prompt = max(sorted(shared or texts), key=lambda prompt: sum(_spread(end.get(prompt, ())) for end in ends))
         step = measured_step(file[0])
         groups.setdefault(prompt, []).extend(
-            Sample(f"step {step}" if step else "", one.earned, excerpt(one.text))
+            Sample("" if step is None or run.is_played else f"step {step}", one.earned, excerpt(one.text))
             for one in dict.fromkeys((texts[prompt][0], texts[prompt][-1]))
         )
     return [Group(excerpt(prompt), samples) for prompt, samples in groups.items()]
