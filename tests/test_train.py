@@ -103,10 +103,10 @@ def test_a_run_with_a_held_out_curve_leaves_curve_episodes_and_the_best_checkpoi
     episodes = [path.name for path in sorted((run / "_episodes").glob("evaluation_*.jsonl"))]
     assert episodes == [f"evaluation_0000{step}.jsonl" for step in (0, 2, 3)]
     shown = " ".join(capsys.readouterr().out.split())
-    assert "held-out success on" in shown and "mean over the steps" in shown
+    assert "held-out success" in shown and "mean over" in shown
     assert "held out " in shown  # in the live line
-    assert shown.count("positions computed") == shown.count("To look at it: ragen2-trl report") == 1
-    assert "area under the curve" in render_report([read_run(run)])
+    assert shown.count("update positions") == shown.count("To look at it: ragen2-trl report") == 1
+    assert "mean over the steps" in render_report([read_run(run)])
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(0, marks=pytest.mark.slow)])

@@ -276,12 +276,12 @@ def _logged(run: Run, key: str, points: Sequence[tuple[int, float]], limit: str 
 
 def _played(run: Run) -> list[Fact]:
     """Of a folder of episodes: the success of its latest evaluation, or else of its latest training step."""
-    from ragen2_trl.record.saved_episodes import read_outcomes  # with environments, which a training may not know
+    from ragen2_trl.record.saved_episodes import read_episodes  # with environments, which a training may not know
 
     for name in reversed(EPISODE_FILES):
         for path in reversed(numbered(run.folder, name, ".jsonl", run.step)):
             try:
-                solved = [one for _, group in read_outcomes(path) for one in group]
+                solved = [one.success for one in read_episodes(path)]
             except (OSError, ValueError):  # the page names the file
                 continue
             value = Value(sum(solved) / len(solved))

@@ -190,18 +190,6 @@ def read_episodes(path: Path) -> list[PlayedEpisode]:
     return episodes
 
 
-def read_outcomes(path: Path) -> list[tuple[tuple[str, int], list[bool]]]:
-    """((task, seed), success of each member) of the groups of such a file.
-
-    Raises:
-        OSError, ValueError: As `read_episodes`.
-    """
-    groups: dict[tuple[str, int], tuple[tuple[str, int], list[bool]]] = {}
-    for one in read_episodes(path):
-        groups.setdefault((one.task, one.group), ((one.task, one.seed), []))[1].append(one.success)
-    return list(groups.values())
-
-
 def _spoken(play: Play) -> list[dict[str, Any]]:
     """What followed the prompt in the text protocol."""
     pairs = (("assistant", turn.text) for turn in play.turns), (("user", turn.reply) for turn in play.turns)

@@ -91,7 +91,7 @@ def pick_samples(run: Run, problems: list[str]) -> list[Group]:
         prompt = max(sorted(shared or texts), key=lambda prompt: sum(_spread(end.get(prompt, ())) for end in ends))
         step = measured_step(file[0])
         groups.setdefault(prompt, []).extend(
-            Sample(f"step {step}" if step else "", one.earned, excerpt(one.text))
+            Sample("" if step is None or run.is_played else f"step {step}", one.earned, excerpt(one.text))
             for one in dict.fromkeys((texts[prompt][0], texts[prompt][-1]))
         )
     return [Group(excerpt(prompt), samples) for prompt, samples in groups.items()]
@@ -131,9 +131,7 @@ def _completions(path: Path, run: Run, problems: list[str]) -> list[_Text]:
     rows = read_table(path, problems)
     rows = [row for row in rows if row[GENERATION] == rows[-1][GENERATION]]
     logged = {key.split("/")[1] for row in run.rows for key in row if key.startswith("rewards/")}
-    names = reward_columns(rows[0], [*logged])
-    if run.is_diagnosed:  # which has no rewards among its numbers
-        names = [name for name in ("success",) if name in rows[0]]
+    names = reward_columns(rows[0], logged)
     weights = reward_weights_of(run.settings, names) or [1.0] * len(names)
     found = []
     for row in rows:
