@@ -118,21 +118,6 @@ class _Completion(NamedTuple):
     advantage: float
 
 
-@dataclass
-class _Prompts:
-    """Numbers of distinct prompts, and how each begins."""
-
-    numbers: dict[bytes, int] = field(default_factory=dict)
-    beginnings: list[str] = field(default_factory=list)
-
-    def number(self, prompt: Any, text: str) -> int:
-        # Messages of one role and text are one prompt in whatever order their keys come.
-        found = self.numbers.setdefault(_hash(prompt), len(self.numbers))
-        if found == len(self.beginnings):
-            self.beginnings.append(text[:BEGINNING])
-        return found
-
-
 def read_completion_log(
     path: Path,
     *,
@@ -172,9 +157,9 @@ def read_completion_log(
     if later := [file for file in files if end is not None and (measured_step(file) or 0) > end]:
         notes.append(f"Left out: {counted(len(later), 'file')} of another training, after the last step, {end}.")
         files = [file for file in files if file not in later]
-    kept, prompts = list[_Completion](), _Prompts()
-    names, repeated = _read_files(files, kept, prompts, history, (rewards, functions), count, notes)
-    if not kept:
+    reader = _Reader(history, rewards, functions, count, notes)
+    reader.read(files)
+    if not (names := reader.names) or not reader.kept:
         raise ValueError(f"{str(path)!r} holds no completions; allowed: {ALLOWED}. {' '.join(notes)}".rstrip())
     of_run = reward_weights_of(settings, names)
     weights = list(reward_weights) or of_run or [1.0] * len(names)
@@ -183,7 +168,7 @@ def read_completion_log(
             f"reward_weights must be {len(names)} numbers, one for each of {', '.join(names)}, got {len(weights)}"
         )
     known = num_generations or _whole(settings.get("num_generations"))
-    log = _grouped(str(path), kept, prompts.beginnings, names, weights, known, groups_per_generation, notes)
+    log = _grouped(str(path), reader.kept, reader.beginnings, names, weights, known, groups_per_generation, notes)
     if sampled := [name for name in SAMPLERS if settings.get(name)]:
         notes.append(f"The run chose what it sampled ({', '.join(sampled)}): shares here speak for its choice.")
     if not set(functions) & set(names) and len(names) > 1 and not rewards:
@@ -191,76 +176,87 @@ def read_completion_log(
     if len(names) > 1 and (reward_weights or of_run is None):  # only our runs save theirs
         notes += _weights_said(log, weights, bool(reward_weights), history)
     micro = _whole(state.get("train_batch_size")) or _whole(settings.get("per_device_train_batch_size"))
-    notes += _generations_said(log, history, settings, repeated)
+    notes += _generations_said(log, history, settings, reader.repeated)
     return _calibrated(log, history, micro, count is not None, notes)
 
 
-def _read_files(
-    files: Sequence[Path],
-    kept: list[_Completion],
-    prompts: _Prompts,
-    history: Sequence[Mapping[str, Any]],
-    wanted: tuple[Sequence[str], Sequence[str]],
-    count: Count | None,
-    notes: list[str],
-) -> tuple[list[str], int]:
-    """Add the completions of files, each generation once; their columns of rewards, by the first row, and how many
-    files saved a generation again. `wanted` are the columns that were named, and the functions of the log."""
-    evaluated = {row.get("step") for row in history if any(str(key).startswith("eval_reward") for key in row)}
-    generated = {row.get("step") for row in history if "reward" in row}  # TRL logs it where it has sampled
-    names, left, repeated, marks = list[str](), 0, 0, list[int | bytes]()
-    for file in files:
-        found, here = list[_Completion](), list[int | bytes]()
-        try:
-            for place, row in enumerate(islice(read_rows(file, notes), MAX_ROWS - len(kept))):
-                where = f"row {place} of {file.name}"
-                names = names or _reward_names(row, *wanted, where)
-                one = _completion(row, names, prompts, count, where)
-                found.append(one)
-                mark = one.generation
-                here.append(_hash([one.prompt, row["completion"], one.rewards]) if mark is None else mark)
-        except OSError as error:  # half a file, as a kill leaves it
-            if len(files) == 1:
-                raise
-            notes.append(f"{file.name} is left out: {' '.join(str(error).split())[:200]}.")
-            continue
-        before, marks, step = marks if file.suffix in TABLES else [], here, measured_step(file)
-        if step in evaluated:
-            left += 1  # TRL writes the file of a step again after an evaluation, with completions of that
-            continue
-        gone = _again(marks, before, step in generated)
-        repeated += bool(marks) and all(gone)
-        kept += [one for one, is_gone in zip(found, gone, strict=True) if not is_gone]
-        if len(kept) >= MAX_ROWS:
-            notes.append(f"The first {MAX_ROWS:,} completions are read, up to {file.name}; the rest is left out.")
-            break
-    if left:
-        notes.append(f"Left out: {counted(left, 'file')} of steps with an evaluation, which overwrites completions.")
-    return names, repeated
+class _Reader:
+    """Takes in files of completions, each generation once.
 
+    Args:
+        history: Rows of the trainer's log.
+        wanted: Columns of rewards that were named; else the first row says which they are.
+        functions: Reward functions that the log names.
+        count: Counts tokens; `None` for characters.
+        notes: Takes in what is left out.
+    """
 
-def _reward_names(row: Row, wanted: Sequence[str], functions: Sequence[str], where: str) -> list[str]:
-    """The columns of rewards, by the first row: those that are wanted, in their order, else what the log names."""
-    found = [*wanted] or reward_columns(row, functions)
-    if lacking := [name for name in wanted if name not in row]:
-        allowed = ", ".join(reward_columns(row))
-        raise ValueError(f"{where} has no column {lacking[0]!r}; allowed for rewards: {allowed}")
-    if not found:
-        raise ValueError(f"{where} must have reward, a number, got the columns {', '.join(map(str, row))[:200]}")
-    return found
+    def __init__(
+        self,
+        history: Sequence[Mapping[str, Any]],
+        wanted: Sequence[str],
+        functions: Sequence[str],
+        count: Count | None,
+        notes: list[str],
+    ):
+        self.wanted, self.functions, self.count, self.notes = wanted, functions, count, notes
+        self.evaluated = {row.get("step") for row in history if any(str(key).startswith("eval_reward") for key in row)}
+        self.generated = {row.get("step") for row in history if "reward" in row}  # TRL logs it where it has sampled
+        self.names: list[str] = []  # columns of rewards
+        self.kept: list[_Completion] = []
+        self.numbers: dict[bytes, int] = {}  # of distinct prompts, and how each begins
+        self.beginnings: list[str] = []
+        self.repeated = 0  # files that saved a generation again
 
+    def read(self, files: Sequence[Path]) -> None:
+        left, marks = 0, list[int | bytes]()
+        for file in files:
+            rows = islice(read_rows(file, self.notes), MAX_ROWS - len(self.kept))
+            try:
+                found = [self._completion(row, f"row {place} of {file.name}") for place, row in enumerate(rows)]
+            except OSError as error:  # half a file, as a kill leaves it
+                if len(files) == 1:
+                    raise
+                self.notes.append(f"{file.name} is left out: {' '.join(str(error).split())[:200]}.")
+                continue
+            before, marks = marks if file.suffix in TABLES else [], [mark for _, mark in found]
+            if (step := measured_step(file)) in self.evaluated:
+                left += 1  # TRL writes the file of a step again after an evaluation, with completions of that
+                continue
+            gone = _again(marks, before, step in self.generated)
+            self.repeated += bool(marks) and all(gone)
+            self.kept += [one for (one, _), is_gone in zip(found, gone, strict=True) if not is_gone]
+            if len(self.kept) >= MAX_ROWS:
+                self.notes.append(
+                    f"The first {MAX_ROWS:,} completions are read, up to {file.name}; the rest is left out."
+                )
+                break
+        if left:
+            count = counted(left, "file")
+            self.notes.append(f"Left out: {count} of steps with an evaluation, which overwrites completions.")
 
-def _completion(row: Row, names: Sequence[str], prompts: _Prompts, count: Count | None, where: str) -> _Completion:
-    prompt, answer = row["prompt"], row["completion"]
-    text = flatten(prompt, joint="\n")
-    return _Completion(
-        row["step"],
-        row[GENERATION],
-        prompts.number(prompt, text),
-        (len(text), len(flatten(answer, joint="\n"))) if count is None else count(prompt, answer),
-        tuple(number(name, row.get(name), where) for name in names),
-        number("advantage", row.get("advantage"), where),
-    )
+    def _completion(self, row: Row, where: str) -> tuple[_Completion, int | bytes]:
+        """A completion with the mark that tells its generation, see `_again`."""
+        self.names = self.names or self._reward_names(row, where)
+        prompt, answer, generation = row["prompt"], row["completion"], row[GENERATION]
+        text = flatten(prompt, joint="\n")
+        place = self.numbers.setdefault(_hash(prompt), len(self.numbers))
+        if place == len(self.beginnings):
+            self.beginnings.append(text[:BEGINNING])
+        lengths = (len(text), len(flatten(answer, joint="\n"))) if self.count is None else self.count(prompt, answer)
+        rewards = tuple(number(name, row.get(name), where) for name in self.names)
+        advantage = number("advantage", row.get("advantage"), where)
+        mark = _hash([place, answer, rewards]) if generation is None else generation
+        return _Completion(row["step"], generation, place, lengths, rewards, advantage), mark
+
+    def _reward_names(self, row: Row, where: str) -> list[str]:
+        if lacking := [name for name in self.wanted if name not in row]:
+            allowed = ", ".join(reward_columns(row))
+            raise ValueError(f"{where} has no column {lacking[0]!r}; allowed for rewards: {allowed}")
+        found = [*self.wanted] or reward_columns(row, self.functions)
+        if not found:
+            raise ValueError(f"{where} must have reward, a number, got the columns {', '.join(map(str, row))[:200]}")
+        return found
 
 
 def _whole(value: Any) -> int | None:
@@ -307,6 +303,7 @@ def _history(
 
 
 def _hash(value: Any) -> bytes:
+    """Of messages the same in whatever order their keys come."""
     return sha256(json.dumps(value, sort_keys=True, default=str).encode()).digest()
 
 

@@ -231,7 +231,8 @@ class Run:
             return [path for path in (self.folder / "completions.parquet",) if path.is_file()]
         folder = self.folder / "completions"
         files = find_files(folder) if folder.is_dir() else []
-        return [file for file in files if (measured_step(file) or 0) <= self.step]
+        of_steps = [file for file in files if measured_step(file) is not None]  # others beside them are copies
+        return [file for file in of_steps or files if (measured_step(file) or 0) <= self.step]
 
 
 def step_of(row: Mapping[str, Any], key: str) -> int:

@@ -11,56 +11,34 @@ from ragen2_trl.instrument.health import is_number
 from ragen2_trl.redaction import HIDDEN, hide_credentials, without_credentials
 
 PACKAGES = ("ragen2-trl", "trl", "transformers", "datasets", "accelerate", "peft", "deepspeed", "torch")
+ALWAYS = object()
 # Of TRL's settings, those that say what was trained; all of `snr_*` comes with them. Nothing that may hold a secret.
-SETTINGS = (
-    "seed",
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "warmup_ratio",  # before transformers 5
-    "optim",
-    "weight_decay",
-    "max_grad_norm",
-    "loss_type",
-    "beta",
-    "epsilon",
-    "epsilon_high",
-    "num_iterations",
-    "scale_rewards",
-    "importance_sampling_level",
-    "mask_truncated_completions",
-    "entropy_coef",
-    "num_generations",
-    "reward_weights",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "max_steps",
-    "num_train_epochs",
-    "max_completion_length",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "bf16",
-    "use_vllm",
-    "vllm_mode",
-)
-WITHOUT_EFFECT = {  # values at which a setting does nothing
+# The value of each is the one at which it does nothing.
+SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(("seed", "learning_rate", "lr_scheduler_type"), ALWAYS),
     "warmup_steps": 0,
-    "warmup_ratio": 0,
+    "warmup_ratio": 0,  # before transformers 5
+    "optim": ALWAYS,
     "weight_decay": 0,
+    **dict.fromkeys(("max_grad_norm", "loss_type", "beta", "epsilon"), ALWAYS),
     "epsilon_high": None,
+    **dict.fromkeys(("num_iterations", "scale_rewards", "importance_sampling_level"), ALWAYS),
     "mask_truncated_completions": False,
     "entropy_coef": 0,
+    "num_generations": ALWAYS,
     "reward_weights": None,
+    "temperature": ALWAYS,
     "top_p": 1,
     "top_k": 0,
     "min_p": None,
     "repetition_penalty": 1,
     "max_steps": -1,
+    **dict.fromkeys(("num_train_epochs", "max_completion_length", "per_device_train_batch_size"), ALWAYS),
+    **dict.fromkeys(("gradient_accumulation_steps", "steps_per_generation", "bf16"), ALWAYS),
     "use_vllm": False,
+    "vllm_mode": ALWAYS,
+}
+OF_FILTER = {  # the same of `snr_*`
     "snr_dynamic_sampling_rounds": 0,
     "snr_pilot_generations": 0,
     "snr_prompt_selection": False,
@@ -110,7 +88,7 @@ def reward_weights_of(settings: Mapping[str, Any], names: Sequence[str]) -> list
 
 def has_effect(name: str, value: Any) -> bool:
     """Whether a setting does anything at this value."""
-    return name not in WITHOUT_EFFECT or value != WITHOUT_EFFECT[name]
+    return bool(value != (SETTINGS | OF_FILTER).get(name, ALWAYS))
 
 
 def _telling(args: Mapping[str, Any]) -> dict[str, Any]:
