@@ -80,7 +80,10 @@ class DropPlan:
         scaled = length_dependent(trainer.model.config.get_text_config())
         self.longest_trimmed = inf if scaled is None else scaled[0] - 1
         # What `take` is told of the padding of a micro-batch.
-        self.trimming: dict[str, Any] = {"keep_positions": self.keeps_positions, "longest_trimmed": self.longest_trimmed}
+        self.trimming: dict[str, Any] = {
+            "keep_positions": self.keeps_positions,
+            "longest_trimmed": self.longest_trimmed,
+        }
 
     def marked(self, batch: Batch, in_mean: Tensor) -> Batch:
         """The batch with `KEPT`, and divided by these rows' tokens where TRL's loss divides by all tokens of a batch.
