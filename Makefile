@@ -164,7 +164,7 @@ check: $(BIN)/.installed  ## Lint, format, types, spelling
 	$(BIN)/typos
 
 wheel: $(BIN)/.installed  ## Build dist/, check it, and try the wheel in a fresh environment outside of the checkout
-	TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" .ci/wheel $(abspath $(BIN))/python
+	TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" .ci/wheel $(abspath $(BIN))/python $(UV)
 
 bench: $(BIN)/.installed  ## Side-by-side measurements; writes research/benchmarks/results/
 	$(BIN)/python -m research.benchmarks.filter_step_time
