@@ -1,7 +1,7 @@
-"""How tests run a script of `distributed/` on several processes, and what is told when one of them fails.
+"""How tests run scripts in processes of their own, one or several, and what is told when one of them fails.
 
-The processes are forked from a server that has imported what they need: each would take ten seconds to. torchrun, which
-is slower by that, runs a script where it is its part that matters.
+The processes are forked from a server that has imported what most need, which takes ten seconds. torchrun, which
+starts each anew, runs a script where its own part matters.
 """
 
 import faulthandler
@@ -19,8 +19,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import datasets
+
 HERE = Path(__file__).parent
 ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TRL_EXPERIMENTAL_SILENCE": "1",
     "PYTHONFAULTHANDLER": "1",  # where it was when a signal ended it
@@ -31,34 +34,50 @@ SECONDS = 900  # that a script may take
 
 
 def launch(script: str, processes: int, *arguments: Any) -> None:
-    """Run a script to its end.
+    """Run a script of `distributed/` to its end.
 
     Raises:
-        AssertionError: If a process fails: with its exit code or signal, and the end of what each wrote.
+        AssertionError: If a process fails: with the exit codes (of signals negative), and the end of what each wrote.
     """
-    with TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        given = {**os.environ, **ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    run(HERE / "distributed" / script, *arguments, processes=processes)
+
+
+def run(*command: Any, processes: int = 1, folder: Any = None, path: Any = ()) -> str:
+    """Run a file, or after "-m" a module, to its end; gives what the first process wrote.
+
+    Args:
+        *command: the file or module, and its arguments.
+        processes: of one group, if there are several, as torchrun makes them.
+        folder: where it runs.
+        path: folders of modules that it may import.
+
+    Raises:
+        AssertionError: as `launch`.
+    """
+    given = {**os.environ, **ENVIRONMENT}
+    if processes > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         given |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
-        free.close()
-        command = [str(HERE / "distributed" / script), *map(str, arguments)]
-        logs = {rank: Path(folder) / str(rank) for rank in range(processes)}
-        context = fork_server()
-        running = [
-            context.Process(target=_run, args=(command, {**given, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log))
-            for rank, log in logs.items()
-        ]
-        for process in running:
-            process.start()
+    with TemporaryDirectory() as written:
+        logs = {rank: Path(written) / str(rank) for rank in range(processes)}
+        running = []
+        for rank, log in logs.items():
+            own = given | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
+            arguments = (list(map(str, command)), own, log, folder, list(map(str, path)))
+            running.append(fork_server().Process(target=_be, args=arguments))
+            running[-1].start()
         try:
             codes = _codes(running)
         finally:
             for process in running:
                 process.kill()
                 process.join()
-        if any(codes):
-            told = {rank: log.read_text()[-4000:] if log.exists() else "" for rank, log in logs.items()}
-            raise AssertionError(_failure(script, codes, told))
+        told = {rank: log.read_text() if log.exists() else "" for rank, log in logs.items()}
+    if any(code != 0 for code in codes):
+        raise AssertionError(_failure(command[0], codes, told))
+    return told[0]
 
 
 @functools.cache
@@ -77,17 +96,22 @@ def fork_server() -> Any:
     return context
 
 
-def _run(command: list[str], environment: dict[str, str], log: Path) -> None:
+def _be(command: list[str], environment: dict[str, str], log: Path, folder: Any, path: list[str]) -> None:
     """Be one of the processes."""
     with log.open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(folder or os.getcwd())
+    datasets.config.HF_DATASETS_CACHE = log.parent / "datasets"  # nothing that another run has left
     faulthandler.enable()
-    sys.argv = command
-    sys.path[:0] = [str(Path(command[0]).parent), str(HERE)]
-    runpy.run_path(command[0], run_name="__main__")
+    sys.argv = command[command[0] == "-m" :]
+    sys.path[:0] = [str(Path(sys.argv[0]).parent), *path, str(HERE)]
+    if command[0] == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _codes(processes: list[Any]) -> list[int | None]:
@@ -114,10 +138,10 @@ def launch_with_torchrun(script: str, processes: int, *arguments: Any) -> None:
             env={**os.environ, **ENVIRONMENT},
         )
         if done.returncode:
-            told = {path.parent.name: path.read_text()[-4000:] for path in sorted(Path(logs).rglob("stderr.log"))}
-            raise AssertionError(_failure(script, done.returncode, {**told, "launcher": done.stderr[-4000:]}))
+            told = {path.parent.name: path.read_text() for path in sorted(Path(logs).rglob("stderr.log"))}
+            raise AssertionError(_failure(script, done.returncode, {**told, "launcher": done.stderr}))
 
 
-def _failure(script: str, code: Any, told: dict[Any, str]) -> str:
-    ends = "\n".join(f"--- {process}\n{text}" for process, text in told.items())
+def _failure(script: Any, code: Any, told: dict[Any, str]) -> str:
+    ends = "\n".join(f"--- {process}\n{text[-4000:]}" for process, text in told.items())
     return f"{script} ended with {code}\n{ends}"

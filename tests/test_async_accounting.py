@@ -1,19 +1,16 @@
 """Groups of the asynchronous trainer are done when they are done: what epochs, checkpoints and resumed runs count."""
 
 import json
-import os
 import queue
-import subprocess
-import sys
 import threading
 import time
 import types
-from pathlib import Path
 
 import async_cpu
 import pytest
 from async_cpu import DEAD, LIVE, Server, StubWorker, make_async, make_sent, prompts_with_dead, rows_of_group, send
 from async_cpu import on_a_cpu as on_a_cpu
+from launching import launch
 
 from ragen2_trl.trainers import async_groups
 from ragen2_trl.trainers.selection import Selection
@@ -161,20 +158,13 @@ def test_time_in_which_nobody_asks_is_no_silence_of_the_worker():
 
 def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(policy_path, tmp_path):
     """SIGKILL at step 6, resumed from the checkpoint of step 4."""
-    script = str(Path(__file__).parent / "distributed" / "async_killed.py")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-
-    def run(number, *more):
-        journal = tmp_path / f"journal{number}"
-        command = [sys.executable, script, policy_path, str(tmp_path / "run"), str(journal), *more]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        return done, [json.loads(line) for line in journal.read_text().splitlines()]
-
-    killed, first = run(1, "kill")
+    journals = [tmp_path / "first", tmp_path / "second"]
+    command = ("async_killed.py", 1, policy_path, tmp_path / "run")
+    with pytest.raises(AssertionError, match=r"ended with \[-9\]"):
+        launch(*command, journals[0], "kill")
+    launch(*command, journals[1])
+    first, second = ([json.loads(line) for line in one.read_text().splitlines()] for one in journals)
     first = [one for one in first if "group" in one]
-    assert killed.returncode == -9, killed.stderr[-3000:]
-    resumed, second = run(2)
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
     before = {one["group"] for one in first if one["step"] <= 4}
     start = second[0]["start"]
     after = [start + one["group"] for one in second[1:-1]]
