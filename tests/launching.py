@@ -31,6 +31,12 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE, HERE / "distributed"))),
 }
 SECONDS = 900  # that a script may take
+# What the server imports: nothing that changes settings, as `conftest` does, and TRL before deepspeed.
+IMPORTED = [
+    *(f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo")),
+    *(f"ragen2_trl.{name}" for name in ("trainers.rloo", "trainers.ppo", "callbacks.run_record", "report.page")),
+    *("peft", "deepspeed"),
+]
 
 
 def launch(script: str, processes: int, *arguments: Any) -> None:
@@ -84,8 +90,7 @@ def run(*command: Any, processes: int = 1, folder: Any = None, path: Any = ()) -
 def fork_server() -> Any:
     """Start the server, with the packages imported."""
     context = multiprocessing.get_context("forkserver")
-    # `backends` imports TRL, as has to be done before deepspeed is.
-    context.set_forkserver_preload(["backends", "deepspeed"])
+    context.set_forkserver_preload(IMPORTED)
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)
     try:
