@@ -9,6 +9,7 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
+import pytest
 import torch
 from conftest import RUN
 from datasets import Dataset
@@ -50,6 +51,13 @@ def patch(setattr=setattr):
     setattr(packing, "_flash_attn", lambda: kernel)
     setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *args, **kwargs: None)
     setattr(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """TRL's worker samples in a thread."""
+    patch(monkeypatch.setattr)
+    monkeypatch.setattr(async_grpo_trainer, "AsyncRolloutWorker", ThreadWorker)
 
 
 class Server:
@@ -259,6 +267,52 @@ def rows_of_group(number, rewards, version=0, length=6, prompt=4, forks=None):
                 )
             )
     return rows
+
+
+LIVE, DEAD = [1, 0, 0, 1], [0, 0, 0, 0]
+
+
+def send(groups, **settings):
+    """A worker that sends groups of these rewards."""
+    return StubWorker([row for number, one in enumerate(groups) for row in rows_of_group(number, one, **settings)])
+
+
+def make_sent(path, folder, sent, **settings):
+    """A trainer for one step of two groups, unless told otherwise; `sent` are groups, rows or a worker."""
+    if not isinstance(sent, StubWorker):
+        sent = send(sent) if isinstance(sent[0], list) else StubWorker(sent)
+    settings = {"per_device_train_batch_size": 8, "snr_strategy": "nonzero", "max_steps": 1, **settings}
+    if settings.get("plain") or "selector" in settings:
+        del settings["snr_strategy"]
+    return make_async(path, folder, Server(), rollout_worker=sent, **settings)
+
+
+def rows_logged(trainer):
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def note_inputs(trainer):
+    """What the loss is computed of, as it comes."""
+    seen, compute_loss = [], trainer.compute_loss
+
+    def note(model, inputs, *args, **kwargs):
+        seen.append({name: value.clone() for name, value in inputs.items()})
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = note
+    return seen
+
+
+def note_decisions(trainer):
+    """Groups, and what becomes of each: its selection and the rows that are trained."""
+    seen, decide = [], trainer._decide
+
+    def note(group):
+        seen.append((group, *decide(group)))
+        return seen[-1][1:]
+
+    trainer._decide = note
+    return seen
 
 
 class ProcessWorker(async_rollout_worker.AsyncRolloutWorker):

@@ -86,7 +86,10 @@ def pytest_terminal_summary(terminalreporter):
 
 
 # Files of minutes. First, so that on several cores none of them begins when all others have ended.
-LONG = ("test_train", "test_backends", "test_distributed", "test_pictures")
+LONG = (
+    *("test_train", "test_backends", "test_distributed", "test_pictures", "test_examples", "test_docs"),
+    *("test_lossless_settings", "test_promises_update", "test_report", "test_trl_scripts"),
+)
 
 
 # How the names of files about figures begin. Elsewhere, two seconds at the end of a run are for nothing.
@@ -95,17 +98,18 @@ ABOUT_FIGURES = ("test_card", "test_docs", "test_hub", "test_report")
 WITHOUT_RECORD = ("test_hostile", "test_lossless_settings", "test_promises", "test_reference", "test_dynamic_sampling")
 
 
-def covering(rows: list[dict]) -> set[int]:
-    """Indices of rows that together hold each pair of values, of two columns, that occurs in any row.
+def covering(rows: list[dict], size: int = 2) -> set[int]:
+    """Indices of rows that together hold each pair of values, of two columns, that occurs in any row; or of another
+    `size` than two.
 
     The row with the most new pairs is taken next, and of several the first.
     """
-    pairs_of = [set(combinations(row.items(), 2)) for row in rows]
-    missing, chosen = set().union(*pairs_of), set()
+    held = [set(combinations(row.items(), size)) for row in rows]
+    missing, chosen = set().union(*held), set()
     while missing:
-        best = max(range(len(rows)), key=lambda index: len(pairs_of[index] & missing))
+        best = max(range(len(rows)), key=lambda index: len(held[index] & missing))
         chosen.add(best)
-        missing -= pairs_of[best]
+        missing -= held[best]
     return chosen
 
 
@@ -117,7 +121,10 @@ def pytest_collection_modifyitems(items):
             products[item.path, item.originalname].append(item)
     for cases in products.values():
         # Values need not be hashable, and are the same objects in each combination.
-        sample = covering([{name: id(value) for name, value in case.callspec.params.items()} for case in cases])
+        rows = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
+        sample = covering(rows)
+        if len(sample) == len(rows):  # of two parameters, say
+            sample = covering(rows, 1)
         for index, case in enumerate(cases):
             case.add_marker("slow" if index in sample else "full")
     items.sort(key=lambda item: item.path.stem not in LONG)

@@ -1,39 +1,25 @@
 """Groups of the asynchronous trainer are done when they are done: what epochs, checkpoints and resumed runs count."""
 
 import json
-import os
 import queue
-import subprocess
-import sys
 import threading
 import time
 import types
-from pathlib import Path
 
 import async_cpu
 import pytest
-from async_cpu import Server, StubWorker, make_async, prompts_with_dead, rows_of_group
+from async_cpu import DEAD, LIVE, Server, StubWorker, make_async, make_sent, prompts_with_dead, rows_of_group, send
+from async_cpu import on_a_cpu as on_a_cpu
+from launching import launch
 
 from ragen2_trl.trainers import async_groups
 from ragen2_trl.trainers.selection import Selection
 
-LIVE, DEAD = [1, 0, 0, 1], [0, 0, 0, 0]
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
-    async_cpu.patch(monkeypatch.setattr)
-    monkeypatch.setattr(async_cpu.async_grpo_trainer, "AsyncRolloutWorker", async_cpu.ThreadWorker)
-
-
-def send(groups):
-    return StubWorker([row for number, one in enumerate(groups) for row in rows_of_group(number, one)])
-
-
-def trained_with(policy_path, tmp_path, groups, steps=1, **settings):
-    worker = groups if isinstance(groups, StubWorker) else send(groups)
-    settings = {"per_device_train_batch_size": 8, "snr_strategy": "nonzero", **settings}
-    trainer = make_async(policy_path, tmp_path, Server(), rollout_worker=worker, max_steps=steps, **settings)
+def trained_with(policy_path, tmp_path, sent, steps=1, **settings):
+    trainer = make_sent(policy_path, tmp_path, sent, max_steps=steps, **settings)
     trainer.train()
     return trainer
 
@@ -57,7 +43,7 @@ def test_stale_and_oversize_rows_are_done(policy_path, tmp_path):
     stale, long = rows_of_group(0, LIVE, version=-9), rows_of_group(1, LIVE, length=80)
     rows = [row for number in range(2, 9) for row in rows_of_group(number, LIVE)]
     settings = {"max_staleness": 4, "token_budget": 60}
-    trainer = trained_with(policy_path, tmp_path, StubWorker([*stale, *long, *rows]), steps=2, **settings)
+    trainer = trained_with(policy_path, tmp_path, [*stale, *long, *rows], steps=2, **settings)
     assert {0, 1, 2} <= {group for group in range(9) if group in trainer._trained_groups}
     logged = trainer.state.log_history
     assert sum(row.get("sample/dropped_stale_total", 0) for row in logged) == 4
@@ -85,11 +71,8 @@ def test_an_epoch_is_not_over_before_its_first_group_is(policy_path, tmp_path):
     """A straggler of the first epoch arrives after groups of the second."""
     order = [*range(1, 6), 6, 0, *range(7, 14)]
     rows = [row for number in order for row in rows_of_group(number, LIVE)]
-    trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), snr_strategy="nonzero", max_steps=-1,
-        num_train_epochs=1, dataset=prompts_with_dead(6), per_device_train_batch_size=8,
-    )  # fmt: skip
-    trainer.train()
+    epoch = {"num_train_epochs": 1, "dataset": prompts_with_dead(6)}
+    trainer = trained_with(policy_path, tmp_path, rows, steps=-1, **epoch)
     assert trainer.state.global_step == 4  # TRL's own ends after three steps, with six groups of seven
 
 
@@ -175,20 +158,13 @@ def test_time_in_which_nobody_asks_is_no_silence_of_the_worker():
 
 def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(policy_path, tmp_path):
     """SIGKILL at step 6, resumed from the checkpoint of step 4."""
-    script = str(Path(__file__).parent / "distributed" / "async_killed.py")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-
-    def run(number, *more):
-        journal = tmp_path / f"journal{number}"
-        command = [sys.executable, script, policy_path, str(tmp_path / "run"), str(journal), *more]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        return done, [json.loads(line) for line in journal.read_text().splitlines()]
-
-    killed, first = run(1, "kill")
+    journals = [tmp_path / "first", tmp_path / "second"]
+    command = ("async_killed.py", 1, policy_path, tmp_path / "run")
+    with pytest.raises(AssertionError, match=r"ended with \[-9\]"):
+        launch(*command, journals[0], "kill")
+    launch(*command, journals[1])
+    first, second = ([json.loads(line) for line in one.read_text().splitlines()] for one in journals)
     first = [one for one in first if "group" in one]
-    assert killed.returncode == -9, killed.stderr[-3000:]
-    resumed, second = run(2)
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
     before = {one["group"] for one in first if one["step"] <= 4}
     start = second[0]["start"]
     after = [start + one["group"] for one in second[1:-1]]

@@ -6,7 +6,8 @@ from pathlib import Path
 import async_cpu
 import pytest
 import torch
-from async_cpu import Server, make_async
+from async_cpu import LIVE, Server, StubWorker, make_async, make_sent, note_inputs, rows_logged, rows_of_group
+from async_cpu import on_a_cpu as on_a_cpu
 from conftest import parameters_of
 
 from ragen2_trl import (
@@ -23,15 +24,7 @@ from ragen2_trl.rollout_events import gather_rollout, listen
 from ragen2_trl.trainers.async_groups import ArrivedGroup, RowTag
 from ragen2_trl.trainers.async_grpo import _local_rollout
 
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
-    async_cpu.patch(monkeypatch.setattr)
-    monkeypatch.setattr(async_cpu.async_grpo_trainer, "AsyncRolloutWorker", async_cpu.ThreadWorker)
-
-
-def rows_logged(trainer):
-    return [row for row in trainer.state.log_history if "loss" in row]
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +97,7 @@ def test_forward_passes_aside_leave_trls_attention_as_it_was(run):
 
 def test_listeners_leave_an_asynchronous_training_as_it_is(policy_path, tmp_path):
     def train(folder, listens):
-        worker = async_cpu.StubWorker(
-            [row for number in range(16) for row in async_cpu.rows_of_group(number, [1, 0, 0, number % 2])]
-        )
-        trainer = make_async(
-            policy_path, folder, Server(), rollout_worker=worker, max_steps=3, snr_strategy="nonzero",
-            per_device_train_batch_size=8,
-        )  # fmt: skip
+        trainer = make_sent(policy_path, folder, [[1, 0, 0, number % 2] for number in range(16)], max_steps=3)
         if listens:
             trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
         trainer.train()
@@ -121,7 +108,7 @@ def test_listeners_leave_an_asynchronous_training_as_it_is(policy_path, tmp_path
 
 
 def test_conversations_of_several_rows_are_told_as_turns():
-    rows = async_cpu.rows_of_group(3, [1, 0, 0, 1], forks=[1, 2, 1, 0])
+    rows = rows_of_group(3, [1, 0, 0, 1], forks=[1, 2, 1, 0])
     group = ArrivedGroup(rows, [RowTag(4, member) for member in (0, 1, 1, 2)], 4, 4, 0)
     local = _local_rollout([group], group.rewards())
     assert [len(samples) for samples in local.turn_samples] == [0, 1, 0, 0]
@@ -144,37 +131,26 @@ def test_the_asynchronous_trainer_brings_its_companions(policy_path, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["nonzero", "lossless", "all"])
-def test_every_completion_and_every_pass_is_counted(strategy, policy_path, tmp_path, monkeypatch):
+def test_every_completion_and_every_pass_is_counted(strategy, policy_path, tmp_path):
     """Completions without a reward, groups that come too late, and passes of every strategy."""
-    async_cpu.patch(monkeypatch.setattr)
-    groups = [async_cpu.rows_of_group(number, [1, 0, 0, 1], version=-9 * (number == 0)) for number in range(10)]
+    groups = [rows_of_group(number, LIVE, version=-9 * (number == 0)) for number in range(10)]
     for rows in groups:
-        rows[1].advantage, rows[1].metrics["reward"], rows[1].metrics["rewards/parity"] = (
-            0.0,
-            float("nan"),
-            float("nan"),
-        )
-    worker = async_cpu.StubWorker([row for rows in groups for row in rows])
-    trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=worker, snr_strategy=strategy, max_steps=2,
-        per_device_train_batch_size=8, max_staleness=4,
-    )  # fmt: skip
-    taken, rows, announce, compute_loss = [], [], trainer._announce, trainer.compute_loss
+        rows[1].advantage = 0.0
+        rows[1].metrics |= dict.fromkeys(("reward", "rewards/parity"), float("nan"))
+    worker = StubWorker([row for rows in groups for row in rows])
+    trainer = make_sent(policy_path, tmp_path, worker, snr_strategy=strategy, max_steps=2, max_staleness=4)
+    taken, seen, announce = [], note_inputs(trainer), trainer._announce
 
     def announcing():
         taken.append((40 - worker.rollout_buffer.qsize()) // 4 * 4)  # rows of whole groups that have arrived
         announce()
 
-    def computing(model, inputs, *args, **kwargs):
-        rows.append(int(inputs["segment_id"].max()) + 1)
-        return compute_loss(model, inputs, *args, **kwargs)
-
-    trainer._announce, trainer.compute_loss = announcing, computing
+    trainer._announce = announcing
     trainer.train()
     row = rows_logged(trainer)[-1]
     assert row["cost/sampled_completions"] == taken[-1]
     assert row["cost/update_positions"] == row["cost/update_tokens"] > 0
-    assert row["cost/update_rows"] == sum(rows) > 0
+    assert row["cost/update_rows"] == sum(int(one["segment_id"].max()) + 1 for one in seen) > 0
     assert (row["cost/update_positions"] < row["cost/plain_update_positions"]) == (strategy == "lossless")
     assert [one["snr/generation"] for one in rows_logged(trainer)] == [1, 2]
     assert trainer._groups.state()["generations"] == 2

@@ -6,6 +6,7 @@ from pathlib import Path
 import async_cpu
 import datasets
 from async_cpu import ASYNC_RUN, Server, Transfer
+from async_cpu import on_a_cpu as on_a_cpu
 from transformers import AutoTokenizer
 
 from ragen2_trl import SNRFilteredAsyncGRPOConfig, SNRFilteredAsyncGRPOTrainer
@@ -13,9 +14,7 @@ from ragen2_trl import SNRFilteredAsyncGRPOConfig, SNRFilteredAsyncGRPOTrainer
 EXAMPLE = Path(__file__).parents[1] / "examples" / "async_grpo.py"
 
 
-def test_the_asynchronous_example_trains(policy_path, tmp_path, monkeypatch):
-    async_cpu.patch(monkeypatch.setattr)
-    monkeypatch.setattr(async_cpu.async_grpo_trainer, "AsyncRolloutWorker", async_cpu.ThreadWorker)
+def test_the_asynchronous_example_trains(policy_path, tmp_path, monkeypatch, on_a_cpu):
     monkeypatch.chdir(tmp_path)
     server = Server()
     config, init = SNRFilteredAsyncGRPOConfig.__init__, SNRFilteredAsyncGRPOTrainer.__init__

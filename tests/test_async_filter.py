@@ -3,29 +3,33 @@
 import async_cpu
 import pytest
 import torch
-from async_cpu import Server, StubWorker, make_async, rows_of_group
+from async_cpu import (
+    DEAD,
+    LIVE,
+    Server,
+    StubWorker,
+    make_async,
+    make_sent,
+    note_decisions,
+    note_inputs,
+    rows_logged,
+    rows_of_group,
+    send,
+)
+from async_cpu import on_a_cpu as on_a_cpu
 from conftest import parameters_of
-from transformers import TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from ragen2_trl import SNRFilteredAsyncGRPOConfig, SNRFilteredAsyncGRPOTrainer
 from ragen2_trl.metrics import metric
 from ragen2_trl.trainers.async_groups import TAG, RowTag
 
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
-    async_cpu.patch(monkeypatch.setattr)
-    monkeypatch.setattr(async_cpu.async_grpo_trainer, "AsyncRolloutWorker", async_cpu.ThreadWorker)
-
-
-@pytest.fixture
-def server():
-    return Server()
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 def advantages_trained(trainer):
-    """The advantages of the completions of each micro-batch, one a completion."""
+    """The advantages of the completions of each micro-batch, one a completion; filled while it trains."""
     seen, compute_loss = [], trainer.compute_loss
 
     def spy(model, inputs, *args, **kwargs):
@@ -38,20 +42,8 @@ def advantages_trained(trainer):
     return seen
 
 
-def rows_logged(trainer):
-    return [row for row in trainer.state.log_history if "loss" in row]
-
-
-def send(groups, **settings):
-    """A worker that sends groups of these rewards."""
-    return StubWorker([row for number, one in enumerate(groups) for row in rows_of_group(number, one, **settings)])
-
-
-LIVE, DEAD = [1, 0, 0, 1], [0, 0, 0, 0]
-
-
-def test_every_trained_row_has_an_advantage(policy_path, tmp_path, server):
-    trainer = make_async(policy_path, tmp_path, server, snr_strategy="nonzero", max_steps=4)
+def test_every_trained_row_has_an_advantage(policy_path, tmp_path):
+    trainer = make_async(policy_path, tmp_path, Server(), snr_strategy="nonzero", max_steps=4)
     seen = advantages_trained(trainer)
     trainer.train()
     assert [len(one) for one in seen] == [16] * 4
@@ -64,13 +56,8 @@ def test_every_trained_row_has_an_advantage(policy_path, tmp_path, server):
 def test_an_async_filtered_update_is_trls_on_a_queue_of_the_kept_groups(policy_path, tmp_path):
     groups = [DEAD, LIVE, DEAD, LIVE, LIVE, DEAD, LIVE, LIVE, LIVE]
     kept = [row for number, one in enumerate(groups) if one is LIVE for row in rows_of_group(number, one)]
-    settings = {"per_device_train_batch_size": 8, "max_steps": 2}
-    plain = make_async(
-        policy_path, tmp_path / "plain", Server(), plain=True, rollout_worker=StubWorker(kept), **settings
-    )
-    own = make_async(
-        policy_path, tmp_path / "own", Server(), snr_strategy="nonzero", rollout_worker=send(groups), **settings
-    )
+    plain = make_sent(policy_path, tmp_path / "plain", kept, plain=True, max_steps=2)
+    own = make_sent(policy_path, tmp_path / "own", groups, max_steps=2)
     plain.train()
     own.train()
     assert all(torch.equal(value, parameters_of(plain)[name]) for name, value in parameters_of(own).items())
@@ -78,11 +65,7 @@ def test_an_async_filtered_update_is_trls_on_a_queue_of_the_kept_groups(policy_p
 
 def test_reward_speaks_for_all_groups_that_were_sampled(policy_path, tmp_path):
     # All of the row: four live groups, and the one that TRL fetches ahead.
-    worker = send([DEAD, LIVE, DEAD, DEAD, LIVE, *[LIVE] * 2])
-    trainer = make_async(
-        policy_path, tmp_path, Server(), snr_strategy="nonzero", rollout_worker=worker, max_steps=1,
-        per_device_train_batch_size=8,
-    )  # fmt: skip
+    trainer = make_sent(policy_path, tmp_path, [DEAD, LIVE, DEAD, DEAD, LIVE, *[LIVE] * 2])
     trainer.train()
     (row,) = rows_logged(trainer)
     assert row["reward"] == row["rewards/parity"] == pytest.approx(4 * 0.5 / 7)
@@ -93,37 +76,19 @@ def test_reward_speaks_for_all_groups_that_were_sampled(policy_path, tmp_path):
     assert sorted(key for key in ours if metric(key) is None) == []
 
 
-class Selections(TrainerCallback):
-    """The selections of a run."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.seen = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seen.append(self.trainer.latest_selection)
-
-
 def test_groups_are_ranked_among_the_latest_ones(policy_path, tmp_path):
     """Of groups with signal, `top_p` drops those of little variance, though each arrives alone."""
     small = [0.5, 0.6, 0.5, 0.6]
-    trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=send([LIVE, small] * 4 + [LIVE] * 4), max_steps=2,
-        per_device_train_batch_size=8,
-    )  # fmt: skip
-    trainer.add_callback(selections := Selections())
-    selections.trainer = trainer
+    trainer = make_sent(policy_path, tmp_path, [LIVE, small] * 4 + [LIVE] * 4, max_steps=2, snr_strategy="top_p")
+    seen = note_decisions(trainer)
     trainer.train()
-    variances, kept = (torch.cat([getattr(one, name) for one in selections.seen]) for name in ("scores", "groups"))
+    variances, kept = (torch.cat([getattr(one, name) for _, one, _ in seen]) for name in ("scores", "groups"))
     assert (variances < 0.01).sum() >= 3 and not kept[variances < 0.01].any()
     assert kept[variances > 0.01].double().mean() > 0.7
 
 
 def test_a_selector_keeps_single_completions_with_the_advantages_of_their_group(policy_path, tmp_path):
-    worker = send([LIVE] * 12)
-    trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=worker, max_steps=2, per_device_train_batch_size=8,
-        selector=lambda groups: groups.rewards > 0,
-    )  # fmt: skip
+    trainer = make_sent(policy_path, tmp_path, [LIVE] * 12, max_steps=2, selector=lambda groups: groups.rewards > 0)
     seen = advantages_trained(trainer)
     trainer.train()
     assert [len(one) for one in seen] == [8, 8]
@@ -134,18 +99,14 @@ def test_groups_are_scored_by_one_of_several_rewards(policy_path, tmp_path):
     worker = send([LIVE] * 8)
     for row in worker.rows:  # the sum varies everywhere, this one in odd groups
         row.metrics["rewards/own"] = row.metrics["reward"] * (row.group_id % 2)
-    trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=worker, max_steps=1, per_device_train_batch_size=8,
-        snr_strategy="top_p", snr_value=1.0, snr_score_reward="own",
-    )  # fmt: skip
+    scored = {"snr_strategy": "top_p", "snr_value": 1.0, "snr_score_reward": "own"}
+    trainer = make_sent(policy_path, tmp_path, worker, **scored)
     trainer.train()
     assert trainer.latest_selection.groups.tolist() == [group % 2 == 1 for group in range(8)]
 
 
 def test_a_reward_that_nobody_gives_is_refused_by_its_name(policy_path, tmp_path):
-    trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=send([LIVE]), max_steps=1, snr_score_reward="success"
-    )
+    trainer = make_sent(policy_path, tmp_path, [LIVE], snr_score_reward="success")
     with pytest.raises(ValueError, match=r"snr_score_reward='success'.*parity"):
         trainer.train()
 
@@ -163,10 +124,7 @@ def tagged(groups):
 
 def test_forks_of_a_foreign_worker_that_tags_its_rows_are_kept_and_counted_whole(policy_path, tmp_path):
     worker = tagged([DEAD, LIVE, DEAD, LIVE, LIVE, LIVE, LIVE])
-    trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=worker, max_steps=2, per_device_train_batch_size=7,
-        snr_strategy="nonzero",
-    )  # fmt: skip
+    trainer = make_sent(policy_path, tmp_path, worker, max_steps=2, per_device_train_batch_size=7)
     seen = advantages_trained(trainer)
     trainer.train()
     assert [len(one) for one in seen] == [7, 7] and min(abs(value) for one in seen for value in one) > 0.9
@@ -174,10 +132,9 @@ def test_forks_of_a_foreign_worker_that_tags_its_rows_are_kept_and_counted_whole
 
 
 def test_a_selector_keeps_conversations_of_a_foreign_worker_that_tags_its_rows(policy_path, tmp_path):
-    trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=tagged([LIVE] * 12), max_steps=2, snr_score_reward="parity",
-        per_device_train_batch_size=6, selector=lambda groups: (groups.rewards > 0) & (groups.advantages() > 0),
-    )  # fmt: skip
+    settings = {"max_steps": 2, "per_device_train_batch_size": 6, "snr_score_reward": "parity"}
+    settings["selector"] = lambda groups: (groups.rewards > 0) & (groups.advantages() > 0)
+    trainer = make_sent(policy_path, tmp_path, tagged([LIVE] * 12), **settings)
     seen = advantages_trained(trainer)
     trainer.train()
     assert [len(one) for one in seen] == [6, 6]  # three rows a group: the first and the last conversation
@@ -186,8 +143,7 @@ def test_a_selector_keeps_conversations_of_a_foreign_worker_that_tags_its_rows(p
 
 def refused(policy_path, tmp_path, rows, **settings):
     """The error that ends a run with these rows."""
-    settings = {"snr_strategy": "nonzero", "per_device_train_batch_size": 8, **settings}
-    trainer = make_async(policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), max_steps=1, **settings)
+    trainer = make_sent(policy_path, tmp_path, rows, **settings)
     with pytest.raises(ValueError) as error:
         trainer.train()
     return str(error.value)
@@ -236,7 +192,7 @@ class OwnLoop(async_cpu.async_rollout_worker._AsyncRolloutLoop):
 
 
 @pytest.mark.parametrize("loop", [async_cpu.async_rollout_worker._AsyncRolloutLoop, OwnLoop])
-def test_rows_of_forked_conversations_are_told_apart_by_our_loop(policy_path, tmp_path, server, monkeypatch, loop):
+def test_rows_of_forked_conversations_are_told_apart_by_our_loop(policy_path, tmp_path, monkeypatch, loop):
     """TRL's own worker, or one derived from it, whose conversations are two rows each."""
     monkeypatch.setattr(async_cpu.ThreadWorker, "_loop_cls", loop)
     chain = async_cpu.async_rollout_worker._chain_to_sequences
@@ -247,29 +203,20 @@ def test_rows_of_forked_conversations_are_told_apart_by_our_loop(policy_path, tm
 
     monkeypatch.setattr(async_cpu.async_rollout_worker, "_chain_to_sequences", forked)
     trainer = make_async(
-        policy_path, tmp_path, server, max_steps=2, dataset=async_cpu.prompts_with_dead(40, 0),
+        policy_path, tmp_path, Server(), max_steps=2, dataset=async_cpu.prompts_with_dead(40, 0),
         selector=lambda groups: groups.rewards == groups.rewards.max(),
     )  # fmt: skip
-    seen, decide = [], trainer._decide
-
-    def spy(group):
-        selection, rows = decide(group)
+    seen = note_decisions(trainer)
+    trainer.train()
+    for group, selection, rows in seen:
         assert group.members == [0, 0, 1, 1, 2, 2, 3, 3] and not group.rewards().isnan().any()
         assert len(rows) == 2 * int(selection.kept.sum())
-        seen.append(group.rewards().var().item())
-        return selection, rows
-
-    trainer._decide = spy
-    trainer.train()
-    assert max(seen) > 0
+    assert max(group.rewards().var().item() for group, *_ in seen) > 0
 
 
 def test_the_last_group_of_a_worker_that_sends_no_more_is_complete(policy_path, tmp_path):
     """Nothing comes after it: a worker may wait for the weights that this group is needed for."""
-    trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=send([LIVE, LIVE, LIVE, LIVE]), max_steps=1,
-        per_device_train_batch_size=8, snr_strategy="nonzero",
-    )  # fmt: skip
+    trainer = make_sent(policy_path, tmp_path, [LIVE] * 4)
     trainer.train()
     assert trainer.state.global_step == 1
 
@@ -277,18 +224,15 @@ def test_the_last_group_of_a_worker_that_sends_no_more_is_complete(policy_path, 
 def test_a_group_with_fewer_rows_is_complete_when_another_begins(policy_path, tmp_path):
     """A conversation without a token to train has no row."""
     rows = [row for group in range(6) for row in rows_of_group(group, LIVE)[: 4 - group % 2]]
-    trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), max_steps=1, snr_strategy="nonzero",
-        per_device_train_batch_size=7,
-    )  # fmt: skip
+    trainer = make_sent(policy_path, tmp_path, rows, per_device_train_batch_size=7)
     trainer.train()
     assert trainer.latest_selection.rewards.isnan().sum(dim=1).tolist()[:3] == [0, 1, 0]
 
 
 def test_rows_of_two_groups_that_are_mixed_are_refused(policy_path, tmp_path):
     first, second = rows_of_group(0, LIVE), rows_of_group(1, LIVE)
-    worker = StubWorker([*first[:2], *second, *first[2:], *rows_of_group(2, LIVE)])
-    trainer = make_async(policy_path, tmp_path, Server(), rollout_worker=worker, max_steps=1, snr_strategy="nonzero")
+    rows = [*first[:2], *second, *first[2:], *rows_of_group(2, LIVE)]
+    trainer = make_sent(policy_path, tmp_path, rows, per_device_train_batch_size=16)
     with pytest.raises(ValueError, match=r"group_id=0 after that group was complete.*one after the other"):
         trainer.train()
 
@@ -310,10 +254,7 @@ def test_async_settings_without_a_meaning_are_refused_by_their_name(tmp_path, na
 
 
 def test_entropies_are_refused_where_a_selector_asks(policy_path, tmp_path):
-    trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=send([LIVE] * 3), max_steps=1,
-        selector=lambda groups: groups.entropies() > 0,
-    )  # fmt: skip
+    trainer = make_sent(policy_path, tmp_path, [LIVE] * 3, selector=lambda groups: groups.entropies() > 0)
     with pytest.raises(ValueError, match="entropies need a forward pass"):
         trainer.train()
 
@@ -346,8 +287,7 @@ def test_an_async_subclass_that_loses_the_filter_is_refused_before_a_wrong_updat
     trainer_class, policy_path, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(async_cpu, "SNRFilteredAsyncGRPOTrainer", trainer_class)
-    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "snr_strategy": "nonzero"}
-    trainer = make_async(policy_path, tmp_path, Server(), rollout_worker=send([LIVE] * 16), max_steps=3, **settings)
+    trainer = make_sent(policy_path, tmp_path, [LIVE] * 16, max_steps=3, gradient_accumulation_steps=2)
     before = parameters_of(trainer)
     said = rf"{trainer_class.__name__}\.{trainer_class.name} must call super\(\)\.{trainer_class.name}"
     with pytest.raises(RuntimeError, match=said):
@@ -361,3 +301,99 @@ def test_a_plain_async_configuration_gets_the_defaults_of_the_filter(policy_path
     monkeypatch.setattr(async_cpu, "SNRFilteredAsyncGRPOConfig", async_cpu.AsyncGRPOConfig)
     trainer = make_async(policy_path, tmp_path, Server(), rollout_worker=StubWorker(), max_steps=1)
     assert trainer.args.snr_strategy == "top_p" and trainer.args.groups_per_generation == 1
+
+
+# `lossless` is TRL's own update without the rows that add nothing
+
+# Live and dead groups, and one with members at the mean. Of the third, TRL's mean is off by rounding.
+REWARDS = [[1, 0, 0, 1], [0] * 4, [0.1] * 4, [0, 0.5, 1, 0.5], [0] * 4, [1, 1, 1, 0], [0] * 4, [0] * 4]
+
+
+def all_rows():
+    rows = [row for number, rewards in enumerate(REWARDS) for row in rows_of_group(number, rewards)]
+    for row in rows[8:12]:
+        row.advantage = 1e-9
+    return rows
+
+
+def train(path, folder, **settings):
+    sent = [*all_rows(), *rows_of_group(8, [1, 0, 1, 0]), *rows_of_group(9, [1, 0, 1, 0])]
+    trainer = make_sent(path, folder, sent, **settings)
+    seen = note_inputs(trainer)
+    trainer.train()
+    return trainer, seen
+
+
+@pytest.mark.parametrize("budget", [0, 100], ids=["fixed count", "token budget"])
+def test_async_lossless_is_the_update_of_trl(policy_path, tmp_path, budget):
+    settings = {"gradient_accumulation_steps": 2, "token_budget": budget}
+    settings |= {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 1e9}
+    plain, of_plain = train(policy_path, tmp_path / "plain", plain=True, **settings)
+    own, of_own = train(policy_path, tmp_path / "own", snr_strategy="lossless", **settings)
+    before = plain.model.__class__.from_pretrained(policy_path)
+    start = {name: value.detach() for name, value in before.named_parameters()}
+    largest = max((value - start[name]).abs().max() for name, value in parameters_of(plain).items())
+    assert largest > 1e-3
+    for name, value in parameters_of(own).items():
+        torch.testing.assert_close(value, parameters_of(plain)[name], rtol=0, atol=float(1e-5 * largest + 1e-7))
+    tokens = [sum(int(one["attention_mask"].sum()) for one in seen) for seen in (of_plain, of_own)]
+    assert tokens[1] < 0.7 * tokens[0]
+    totals = [[float(one["global_n_tokens"][0]) for one in seen] for seen in (of_plain, of_own)]
+    assert totals[0] == totals[1]
+    assert 0 < own.state.log_history[0]["snr/update_compute_fraction"] < 0.7
+
+
+def test_async_lossless_computes_no_row_whose_group_has_equal_rewards(policy_path, tmp_path):
+    _, seen = train(policy_path, tmp_path, snr_strategy="lossless", per_device_train_batch_size=12)
+    (inputs,) = seen[:1]
+    assert int(inputs["segment_id"].max()) + 1 == 4  # of three groups only the first: 0.1 four times is no advantage
+    assert float(inputs["advantages"].abs().min()) > 0.9
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_the_longest_row_stays_where_it_decides_on_the_rotary_embeddings_of_all(kind, policy_path, tmp_path):
+    policy = AutoModelForCausalLM.from_pretrained(policy_path)
+    policy.config.rope_parameters |= {"rope_type": kind, "factor": 4.0}
+    for each in (policy, AutoTokenizer.from_pretrained(policy_path)):
+        each.save_pretrained(tmp_path / "policy")
+    longest = []
+    for settings in ({"plain": True}, {"snr_strategy": "lossless"}):
+        rewards = [LIVE, DEAD] * 2  # the second micro-batch is only read ahead
+        rows = [
+            row for number, one in enumerate(rewards) for row in rows_of_group(number, one, length=6 + 24 * number)
+        ]
+        trainer = make_sent(str(tmp_path / "policy"), tmp_path, rows, **settings)
+        seen = note_inputs(trainer)
+        trainer.train()
+        longest.append(int(seen[0]["position_ids"].max()))
+    assert (longest[0] == longest[1]) == (kind == "dynamic")
+
+
+def test_a_micro_batch_without_advantages_keeps_one_row_and_moves_nothing(policy_path, tmp_path):
+    trainer = make_sent(policy_path, tmp_path, [DEAD] * 8, snr_strategy="lossless", max_steps=2)
+    before = parameters_of(trainer)
+    trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in parameters_of(trainer).items())
+    assert trainer.state.log_history[0]["batch/samples_per_row"] == 1
+    assert len(trainer._groups.ledger) == 4  # rows that are left out are done, too
+
+
+def test_async_lossless_is_refused_with_a_router_loss(policy_path, tmp_path):
+    small = AutoConfig.from_pretrained(policy_path)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    config = Qwen3MoeConfig(
+        **{name: getattr(small, name) for name in names}, num_key_value_heads=2, num_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=8, output_router_logits=True, router_aux_loss_coef=0.1,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "experts")
+    AutoTokenizer.from_pretrained(policy_path).save_pretrained(tmp_path / "experts")
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0.1"):
+        make_sent(str(tmp_path / "experts"), tmp_path, StubWorker(), snr_strategy="lossless")
+
+
+def test_async_all_is_trl_bit_for_bit(policy_path, tmp_path):
+    plain, _ = train(policy_path, tmp_path / "plain", plain=True)
+    own, _ = train(policy_path, tmp_path / "own", snr_strategy="all")
+    assert all(torch.equal(value, parameters_of(plain)[name]) for name, value in parameters_of(own).items())
+    for name in ("reward", "reward_std", "rewards/parity", "loss", "batch/samples_per_row"):
+        assert own.state.log_history[0][name] == plain.state.log_history[0][name], name

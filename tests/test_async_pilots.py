@@ -5,18 +5,25 @@ import asyncio
 import async_cpu
 import numpy as np
 import pytest
-from async_cpu import Server, StubWorker, make_async, parity, prompts_with_dead, rows_of_group, text_of
+from async_cpu import (
+    LIVE,
+    Server,
+    StubWorker,
+    make_async,
+    make_sent,
+    note_decisions,
+    parity,
+    prompts_with_dead,
+    rows_of_group,
+    text_of,
+)
+from async_cpu import on_a_cpu as on_a_cpu
 
 from ragen2_trl.sampling.policy import Pilots, Policy
 from ragen2_trl.trainers.async_groups import TAG, RowTag
 from ragen2_trl.trainers.async_rollouts import FilteredRolloutLoop, ScoredOnce
 
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
-    async_cpu.patch(monkeypatch.setattr)
-    monkeypatch.setattr(async_cpu.async_grpo_trainer, "AsyncRolloutWorker", async_cpu.ThreadWorker)
-
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 CALLS = []
 
@@ -60,15 +67,12 @@ def test_groups_that_go_on_are_trained_whole_and_those_given_up_not_at_all(polic
     trainer = make_async(
         policy_path, tmp_path, server, num_generations=16, snr_pilot_generations=4, snr_strategy="nonzero", max_steps=3
     )
-    seen, decide = [], trainer._decide
-
-    def spy(group):
-        selection, rows = decide(group)
-        seen.append((group.tags[0].given_up, len(group.rows), len(rows), group.rewards().isnan().sum().item()))
-        return selection, rows
-
-    trainer._decide = spy
+    decided = note_decisions(trainer)
     trainer.train()
+    seen = [
+        (group.tags[0].given_up, len(group.rows), len(rows), group.rewards().isnan().sum().item())
+        for group, _, rows in decided
+    ]
     assert {one for one in seen if one[0]} == {(True, 4, 0, 12)}
     whole = [one for one in seen if not one[0]]
     assert all(number == 16 and missing == 0 and kept in (0, 16) for _, number, kept, missing in whole)
@@ -77,13 +81,10 @@ def test_groups_that_go_on_are_trained_whole_and_those_given_up_not_at_all(polic
 
 def test_a_group_that_was_given_up_is_dropped_though_its_pilots_vary(policy_path, tmp_path):
     """Their variance may be below what is worth the other completions."""
-    rows = [row for number in range(12) for row in rows_of_group(number, [1, 0, 0, 1])]
+    rows = [row for number in range(12) for row in rows_of_group(number, LIVE)]
     for number, row in enumerate(rows):
         row.metrics[TAG] = RowTag(4, number % 4, given_up=row.group_id % 2 == 0)
-    trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), snr_strategy="nonzero", max_steps=1,
-        per_device_train_batch_size=8,
-    )  # fmt: skip
+    trainer = make_sent(policy_path, tmp_path, rows)
     trainer.train()
     assert trainer.latest_selection.groups.tolist() == [False, True] * 4
 
@@ -96,18 +97,10 @@ def test_rewards_are_means_over_completions_and_not_over_groups(policy_path, tmp
         for member, row in enumerate(group):
             row.metrics[TAG] = RowTag(len(group), member, given_up)
         rows += group
-    trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), snr_strategy="nonzero", max_steps=1,
-        per_device_train_batch_size=8,
-    )  # fmt: skip
-    seen, decide = [], trainer._decide
-
-    def spy(group):
-        seen.extend(row.metrics["reward"] for row in group.rows)
-        return decide(group)
-
-    trainer._decide = spy
+    trainer = make_sent(policy_path, tmp_path, rows)
+    decided = note_decisions(trainer)
     trainer.train()
+    seen = [row.metrics["reward"] for group, *_ in decided for row in group.rows]
     assert trainer.state.log_history[0]["reward"] == pytest.approx(sum(seen) / len(seen))
 
 

@@ -162,7 +162,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_parameters(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["SIGTERM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGHUP", "SIGUSR1"))]
+    "name", ["SIGTERM", *(pytest.param(name, marks=pytest.mark.full) for name in ("SIGHUP", "SIGUSR1"))]
 )
 def test_a_run_that_a_signal_ends_names_its_last_checkpoint_and_how_to_go_on(name, tmp_path):
     with (tmp_path / "output").open("w") as output:

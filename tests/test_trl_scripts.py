@@ -2,12 +2,10 @@
 
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import launching
 import pytest
 import trl.scripts
 import yaml
@@ -94,18 +92,7 @@ def run_script(policy_path, tmp_path):
         config = {**RUN, "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "output_dir": str(output)}
         config |= {"model_name_or_path": policy_path, **settings}
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command = [sys.executable, *(launch if processes > 1 else []), str(script), "--config", "run.yaml"]
-        here = Path(__file__).parent
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(here.parent), str(here), str(tmp_path)]),
-            "HF_DATASETS_CACHE": str(tmp_path / "cache"),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        launching.run(script, "--config", "run.yaml", processes=processes, folder=tmp_path, path=[tmp_path])
         state = json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())
         return [row for row in state["log_history"] if "loss" in row], output
 

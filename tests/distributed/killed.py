@@ -19,7 +19,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from launching import launch
+from launching import launch, launch_with_torchrun
 
 LAYOUTS = ("ddp", "zero2", "zero3")
 # Of a run of six steps with a checkpoint after every second: rank, moment, and which call of its function.
@@ -125,7 +125,7 @@ class Outcome:
 def kill_and_resume(layout: str, policy_path: str, folder: Path, kill: tuple[int, str, int]) -> Outcome:
     folder.mkdir()
     try:
-        launch("killed.py", 2, layout, policy_path, folder, *kill)
+        launch_with_torchrun("killed.py", 2, layout, policy_path, folder, *kill)
     except AssertionError as error:
         told, ended = str(error), time.time()
     else:
