@@ -2,12 +2,16 @@
 
 import csv
 import json
+import math
+import os
 import sqlite3
+import subprocess
+import sys
 
 import pytest
 
 from ragen2_trl.instrument.health import health
-from ragen2_trl.record.logs import read_log
+from ragen2_trl.record.logs import Log, read_log
 
 STEPS = 80
 REWARDS = {
@@ -65,17 +69,22 @@ def printed(row, quoted=True):
 
 
 def bar(step, total=STEPS):
-    return f"\r {step * 100 // total:3}%|{'█' * (step * 10 // total):10}| {step}/{total} [00:{step % 60:02}<01:00,  1.2s/it]"
+    drawn = f"{step * 100 // total:3}%|{'█' * (step * 10 // total):10}|"
+    return f"\r {drawn} {step}/{total} [00:{step % 60:02}<01:00,  1.2s/it]"
 
 
 def as_console_with_bars(path, state):
     """Standard output and error of one process together: bars end in carriage returns, evaluations have their own."""
     path = path / "train.log"
-    lines = ["Map: 100%|██████████| 640/640 [00:00<00:00, 9000.00 examples/s]\nLoading weights:  50%|█    | 1/2 [00:01]\n"]
+    lines = [
+        "Map: 100%|██████████| 640/640 [00:00<00:00, 9000.00 examples/s]\nLoading weights:  50%|█    | 1/2 [00:01]\n"
+    ]
     for row in rows_of_trl(state):
         lines += [bar(row["step"]), f"\r{' ' * 60}\r\x1b[1m{printed(row)}\x1b[0m\n", bar(row["step"])]
         if row["step"] % 20 == 0:
-            lines += [bar(one, 4) for one in range(1, 5)] + [f"\n{{'eval_reward': '0.5', 'epoch': '{row['epoch']}'}}\n"]
+            lines += [bar(one, 4) for one in range(1, 5)] + [
+                f"\n{{'eval_reward': '0.5', 'epoch': '{row['epoch']}'}}\n"
+            ]
     path.write_text("".join([*lines, "{'train_runtime': '100', 'train_loss': '0', 'epoch': '1'}\n"]))
     return path
 
@@ -121,7 +130,9 @@ def as_console_of_verl(path, state):
 def as_file_of_verl(path, state):
     path = path / "metrics.jsonl"
     lines = [
-        json.dumps({"step": row["step"], "elapsed_seconds": 1.0, "data": {k: v for k, v in row.items() if k != "step"}})
+        json.dumps(
+            {"step": row["step"], "elapsed_seconds": 1.0, "data": {k: v for k, v in row.items() if k != "step"}}
+        )
         for row in rows_of_verl(state)
     ]
     path.write_text("\n".join(lines))
@@ -258,3 +269,72 @@ def test_a_file_that_holds_no_log_is_refused_by_name(tmp_path, name, content, na
     with pytest.raises(ValueError, match=name) as refused:
         read_log(path)
     assert named in str(refused.value) and "\n" not in str(refused.value)
+
+
+# Single lines and files
+
+
+def console_line(step, **values):
+    pairs = " - ".join(f"{key}:{value}" for key, value in values.items())
+    return f"\x1b[36m(TaskRunner pid=1)\x1b[0m step:{step} - {pairs}\x1b[36m(TaskRunner pid=1)\x1b[0m Training: 1%\r\n"
+
+
+def test_a_console_log_of_verl_is_read_as_rows(tmp_path):
+    path = tmp_path / "train.log"
+    values = {"train/A/success": "np.float64(0.25)", "actor/grad_norm": "1e-05", "actor/ppo_kl": "-0.5", "x": "nan"}
+    path.write_text("noise\n" + console_line(3, **values) + "step: not a row\n")
+    (row,) = read_log(path).rows
+    assert math.isnan(row.pop("x"))
+    assert row == {"step": 3, "train/A/success": 0.25, "actor/grad_norm": 1e-05, "actor/ppo_kl": -0.5}
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "log_history.json"])
+def test_what_trl_leaves_is_read(tmp_path, name):
+    rows = [{"step": 1, "reward": 0.5}]
+    (tmp_path / name).write_text(json.dumps({"log_history": rows} if "state" in name else rows))
+    assert read_log(tmp_path / name) == Log(rows)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1, 2]", '{"log_history": 3}', "[" * 100_000, "step:x - a:1", "\0" * 9])
+def test_a_file_without_rows_is_refused_in_a_line(tmp_path, content):
+    path = tmp_path / "odd.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="odd") as refused:
+        read_log(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_byte_order_mark_does_not_hide_a_log(tmp_path):
+    rows = [{"step": 1, "reward": 0.5}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}), encoding="utf-8-sig")
+    assert read_log(tmp_path / "trainer_state.json") == Log(rows)
+
+
+def test_lines_of_json_are_rows_and_a_wrong_one_is_named(tmp_path):
+    rows = [{"step": step, "reward": 0.5} for step in range(3)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_log(path) == Log(rows)
+    path.write_text(json.dumps(rows[0]) + "\n\n{nonsense\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl.*line 3"):
+        read_log(path)
+
+
+def test_the_steps_of_a_log_of_ms_swift_are_read_and_its_summary_is_no_row(tmp_path):
+    rows = [{"reward": 0.5, "epoch": 0.01 * step, "global_step/max_steps": f"{step}/400"} for step in (5, 10)]
+    rows.append({"reward": 0.5, "iteration": "15/400"})  # Megatron-SWIFT
+    summary = {"best_metric": None, "global_step": 15, "log_history": rows, "memory": {"0": 1.5}}
+    path = tmp_path / "logging.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, summary]))
+    assert [(row["step"], row["reward"]) for row in read_log(path).rows] == [(5, 0.5), (10, 0.5), (15, 0.5)]
+
+
+def test_a_log_is_utf_8_whatever_the_locale_says(tmp_path):
+    (tmp_path / "trainer_state.json").write_text('{"log_history": [{"step": 1, "größe": 0.5}]}', encoding="utf-8")
+    code = (
+        "from pathlib import Path; from ragen2_trl.record.files import read_json\n"
+        "from ragen2_trl.record.logs import read_log\n"
+        f"path = Path({str(tmp_path / 'trainer_state.json')!r}); assert read_json(path, dict) and read_log(path)"
+    )
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=ascii_only)

@@ -33,7 +33,7 @@ _PRINTED_PAIR = re.compile(rf"'([\w@/.\- ]{{1,200}})': '?({_NUMBER}|None)\b", re
 _TRAINING = {"epoch", "learning_rate", "reward", "grad_norm"}  # a dictionary with one of these keys is a row
 # tqdm's bar of training, which has no description.
 _BAR = re.compile(r"(?:^|\]:?)\s*\d{1,3}%\|[^|]{0,80}\|\s*(\d{1,12})/(\d{1,12}) \[")
-_STEPS = ("step", "Step", "_step", "global_step", "train/global_step")
+_STEPS = ("step", "train/global_step", "global_step", "Step", "_step")  # the first that is there
 _OF_WANDB = re.compile(r"(?:(.*) - )?(.+?)(__MIN|__MAX)?")  # a column of an export: "<run> - <key>", and its bounds
 
 
@@ -66,7 +66,7 @@ def read_log(path: Path) -> Log:
         raise ValueError(f"{str(path)!r} is no file; allowed: {ALLOWED}.")
     with path.open("rb") as file:
         start = file.read(64)
-    is_json = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
+    is_json = re.match(rb'\s*(\{\s*"|\[\s*\{)', start.removeprefix(codecs.BOM_UTF8))
     notes: list[str] = []
     if path.name.startswith("events.out.tfevents"):
         rows = _read_tensorboard(path)
@@ -74,7 +74,7 @@ def read_log(path: Path) -> Log:
         rows = _read_trackio(path, notes)
     elif path.suffix == ".csv":
         rows = _read_csv(path)
-    elif is_json and path.suffix != ".log" and not start.startswith(b"{'"):
+    elif is_json and path.suffix != ".log":
         rows = _read_json(path)
     else:
         rows = _read_console(path, notes)
@@ -118,7 +118,7 @@ def _rows(text: str) -> Any:
         # ms-swift ends with a summary that holds the rows again.
         content = [row for row in content if not (isinstance(row, Mapping) and "log_history" in row)]
     if isinstance(content, Mapping):
-        content = content["log_history"] if "log_history" in content else [content]
+        content = content.get("log_history", [content])
     if not isinstance(content, list):
         return content
     # verl's file logger keeps the values of a step under `data`.
@@ -134,11 +134,9 @@ def _with_step(row: dict[str, Any]) -> dict[str, Any]:
     """A row with its `step`, which ms-swift writes as `"global_step/max_steps": "5/400"` or `"iteration": "5/400"`."""
     places = (re.fullmatch(r"(\d{1,12})/\d+", str(row.get(key))) for key in ("global_step/max_steps", "iteration"))
     place = next((found for found in places if found), None)
-    if row.get("step") is None:
-        named = next((row[key] for key in _STEPS[1:] if isinstance(row.get(key), int | float)), None)
-        step = int(place[1]) if place is not None else named
-        return row if step is None else {**row, "step": step}
-    return row
+    named = next((row[key] for key in _STEPS if isinstance(row.get(key), int | float)), None)
+    step = int(place[1]) if place is not None else named
+    return row if step is None else {**row, "step": step}
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
