@@ -306,7 +306,7 @@ def read_runs(clone: Path) -> list[RealRun]:
     """
     runs = []
     for path in sorted(clone.glob("*/train.log")):
-        rows, _ = read_log(path)
+        rows = read_log(path).rows
         last: dict[int, dict[str, Any]] = {}
         for row in rows:  # an evaluation after the last step is a row of its own
             last[row["step"]] = {**last.get(row["step"], {}), **row}

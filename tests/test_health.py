@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ from hypothesis import strategies as st
 
 from ragen2_trl.instrument import Health, health
 from ragen2_trl.instrument.health import LEVEL, MAX_HISTORY, MIN_FLAT, MIN_ROWS, RUNNING, SIGNALS, SPAN, TITLES
-from ragen2_trl.record.logs import MAX_LINE, read_log
 
 MANY = 100_000  # completions of a row, whose number then sets no limit
 
@@ -453,79 +449,3 @@ def test_keys_of_other_logs_are_mapped_and_wrong_ones_named():
         health([], {"a": "nonsense"})
     with pytest.raises(ValueError, match="completions"):
         health([], completions=0)
-
-
-# Logs
-
-
-def console_line(step, **values):
-    pairs = " - ".join(f"{key}:{value}" for key, value in values.items())
-    return f"\x1b[36m(TaskRunner pid=1)\x1b[0m step:{step} - {pairs}\x1b[36m(TaskRunner pid=1)\x1b[0m Training: 1%\r\n"
-
-
-def test_a_console_log_of_verl_is_read_as_rows(tmp_path):
-    path = tmp_path / "train.log"
-    values = {"train/A/success": "np.float64(0.25)", "actor/grad_norm": "1e-05", "actor/ppo_kl": "-0.5", "x": "nan"}
-    path.write_text("noise\n" + console_line(3, **values) + "step: not a row\n")
-    (row,), too_long = read_log(path)
-    assert too_long == 0 and math.isnan(row.pop("x"))
-    assert row == {"step": 3, "train/A/success": 0.25, "actor/grad_norm": 1e-05, "actor/ppo_kl": -0.5}
-
-
-def test_a_line_of_megabytes_is_left_out_and_counted(tmp_path):
-    path = tmp_path / "train.log"
-    path.write_text(console_line(1, a=1) + "step:2 - " + "a:1 - " * (3 * MAX_LINE // 6) + "\n" + console_line(3, a=1))
-    rows, too_long = read_log(path)
-    assert [row["step"] for row in rows] == [1, 3] and too_long == 1
-
-
-@pytest.mark.parametrize("name", ["trainer_state.json", "log_history.json"])
-def test_what_trl_leaves_is_read(tmp_path, name):
-    rows = [{"step": 1, "reward": 0.5}]
-    (tmp_path / name).write_text(json.dumps({"log_history": rows} if "state" in name else rows))
-    assert read_log(tmp_path / name) == (rows, 0)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[1, 2]", '{"log_history": 3}', "[" * 100_000, "step:x - a:1", "\0" * 9])
-def test_a_file_without_rows_is_refused_in_a_line(tmp_path, content):
-    path = tmp_path / "odd.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match="odd") as refused:
-        read_log(path)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_byte_order_mark_does_not_hide_a_log(tmp_path):
-    rows = [{"step": 1, "reward": 0.5}]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}), encoding="utf-8-sig")
-    assert read_log(tmp_path / "trainer_state.json") == (rows, 0)
-
-
-def test_lines_of_json_are_rows_and_a_wrong_one_is_named(tmp_path):
-    rows = [{"step": step, "reward": 0.5} for step in range(3)]
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_log(path) == (rows, 0)
-    path.write_text(json.dumps(rows[0]) + "\n\n{nonsense\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl.*line 3"):
-        read_log(path)
-
-
-def test_the_steps_of_a_log_of_ms_swift_are_read_and_its_summary_is_no_row(tmp_path):
-    rows = [{"reward": 0.5, "epoch": 0.01 * step, "global_step/max_steps": f"{step}/400"} for step in (5, 10)]
-    rows.append({"reward": 0.5, "iteration": "15/400"})  # Megatron-SWIFT
-    summary = {"best_metric": None, "global_step": 15, "log_history": rows, "memory": {"0": 1.5}}
-    path = tmp_path / "logging.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, summary]))
-    assert [(row["step"], row["reward"]) for row in read_log(path)[0]] == [(5, 0.5), (10, 0.5), (15, 0.5)]
-
-
-def test_a_log_is_utf_8_whatever_the_locale_says(tmp_path):
-    (tmp_path / "trainer_state.json").write_text('{"log_history": [{"step": 1, "größe": 0.5}]}', encoding="utf-8")
-    code = (
-        "from pathlib import Path; from ragen2_trl.record.files import read_json\n"
-        "from ragen2_trl.record.logs import read_log\n"
-        f"path = Path({str(tmp_path / 'trainer_state.json')!r}); assert read_json(path, dict) and read_log(path)"
-    )
-    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=ascii_only)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_health import console_line
+from test_logs import console_line
 
 from ragen2_trl import cli
 

@@ -16,7 +16,7 @@ from ragen2_trl.cli.typed import checked_input
 from ragen2_trl.instrument.findings import training_finding
 from ragen2_trl.instrument.health import Health, health
 from ragen2_trl.messages import counted, printable
-from ragen2_trl.record.logs import read_log
+from ragen2_trl.record.logs import Log, read_log
 from ragen2_trl.record.run import read_run
 
 BARS, WIDTH, MAX_CHARTS = "▁▂▃▄▅▆▇█", 60, 12
@@ -35,15 +35,15 @@ def main(args: list[str] | None = None) -> None:
     arguments = parse_plain("health", args)
     for path in arguments.logs:
         with checked_input():
-            rows, too_long = (read_run(path).log_history, 0) if path.is_dir() else read_log(path)
-            watch = health(rows, dict(arguments.key), arguments.completions)
+            log = Log(read_run(path).log_history) if path.is_dir() else read_log(path)
+            rows, watch = log.rows, health(log.rows, dict(arguments.key), arguments.completions)
         name = printable(path.name or str(path.resolve()))
         console.print(state_table(name, rows, watch))
         for line in training_finding(watch.state).advice:
             console.print(Text(line))
         console.print(charts(watch, rows))
-        if too_long:
-            console.print(Text(f"Left out of {name}: {counted(too_long, 'line')} of more than a megabyte."))
+        for note in log.notes:
+            console.print(Text(note))
 
 
 def state_table(name: str, rows: Sequence[dict[str, Any]], watch: Health) -> Table:

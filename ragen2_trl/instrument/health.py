@@ -105,7 +105,7 @@ SIGNALS = {
 FACTS = ("zero_variance", "reward_std", "kept", "clipped")  # whether a row teaches anything, and why it does not
 NAMES = (*SIGNALS, *FACTS)
 
-# Log keys, `*` for a name: the registry's, then keys of TRL's evaluations, of verl and of the paper's code.
+# Log keys, `*` for a name: the registry's, then keys of TRL's evaluations, verl, the paper's code, OpenRLHF, prime-rl.
 KEYS = {re.sub(r"\{\w+\}", "*", one.name.replace("{bound}", "")): one.health for one in METRICS if one.health} | {
     "eval_env/*/success": "held_out_success",
     "train/*/action_is_valid": "valid",
@@ -118,6 +118,15 @@ KEYS = {re.sub(r"\{\w+\}", "*", one.name.replace("{bound}", "")): one.health for
     "actor/entropy": "entropy",
     "actor/grad_norm": "grad_norm",
     "actor/pg_clipfrac": "clip_ratio",
+    "response_length": "length",
+    "response_clip_ratio": "clipped",
+    "ppo_clip_ratio": "clip_ratio",
+    "reward/mean": "reward",
+    "reward/all/mean": "reward",
+    "seq_len/mean": "length",
+    "is_truncated/mean": "clipped",
+    "entropy/mean": "entropy",
+    "optim/grad_norm": "grad_norm",
 }
 
 

@@ -1,0 +1,340 @@
+"""`read_log` on logs of TRL, trackers and other trainers: the same run in each form gives the same state."""
+
+import csv
+import json
+import math
+import os
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from ragen2_trl.instrument.health import health
+from ragen2_trl.record.logs import Log, read_log
+
+STEPS = 80
+REWARDS = {
+    "learning": [0.2 + 0.005 * step + 0.01 * (step % 3) for step in range(STEPS)],
+    "nothing_to_learn": [0.0] * STEPS,
+}
+
+
+def rows_of_trl(state):
+    """Rows as TRL logs them, from step 1 on."""
+    return [
+        {
+            "loss": 0.0,
+            "grad_norm": 0.0 if state == "nothing_to_learn" else 0.4,
+            "learning_rate": 1e-6,
+            "completions/mean_length": 100.0 + step % 5,
+            "reward": reward,
+            "reward_std": 0.0 if state == "nothing_to_learn" else 0.3,
+            "frac_reward_zero_std": 1.0 if state == "nothing_to_learn" else 0.25,
+            "epoch": (step + 1) / 100,
+            "step": step + 1,
+        }
+        for step, reward in enumerate(REWARDS[state])
+    ]
+
+
+def as_json(path, state):
+    path = path / "trainer_state.json"
+    path.write_text(json.dumps({"global_step": STEPS, "log_history": rows_of_trl(state)}))
+    return path
+
+
+def as_list(path, state):
+    path = path / "log_history.json"
+    path.write_text(json.dumps(rows_of_trl(state)))
+    return path
+
+
+def as_lines(path, state):
+    path = path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows_of_trl(state))))
+    return path
+
+
+def as_swift(path, state):
+    rows = [{**row, "global_step/max_steps": f"{row.pop('step')}/{STEPS}"} for row in rows_of_trl(state)]
+    path = path / "logging.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*rows, {"log_history": rows}])))
+    return path
+
+
+def printed(row, quoted=True):
+    values = {key: f"{value:.4g}" if quoted else value for key, value in row.items() if key != "step"}
+    return str(values)
+
+
+def bar(step, total=STEPS):
+    drawn = f"{step * 100 // total:3}%|{'█' * (step * 10 // total):10}|"
+    return f"\r {drawn} {step}/{total} [00:{step % 60:02}<01:00,  1.2s/it]"
+
+
+def as_console_with_bars(path, state):
+    """Standard output and error of one process together: bars end in carriage returns, evaluations have their own."""
+    path = path / "train.log"
+    lines = [
+        "Map: 100%|██████████| 640/640 [00:00<00:00, 9000.00 examples/s]\nLoading weights:  50%|█    | 1/2 [00:01]\n"
+    ]
+    for row in rows_of_trl(state):
+        lines += [bar(row["step"]), f"\r{' ' * 60}\r\x1b[1m{printed(row)}\x1b[0m\n", bar(row["step"])]
+        if row["step"] % 20 == 0:
+            lines += [bar(one, 4) for one in range(1, 5)] + [
+                f"\n{{'eval_reward': '0.5', 'epoch': '{row['epoch']}'}}\n"
+            ]
+    path.write_text("".join([*lines, "{'train_runtime': '100', 'train_loss': '0', 'epoch': '1'}\n"]))
+    return path
+
+
+def as_console_without_bars(path, state):
+    path = path / "stdout.txt"
+    path.write_text("\n".join(printed(row, quoted=False) for row in rows_of_trl(state)))
+    return path
+
+
+def as_console_of_nodes(path, state):
+    """Two nodes write into one file, each line after its name."""
+    path = path / "job.out"
+    lines = [f"[node{node}]:{printed(row)}\n" for row in rows_of_trl(state) for node in range(2)]
+    path.write_text("".join(lines))
+    return path
+
+
+def rows_of_verl(state):
+    return [
+        {
+            "step": row["step"],
+            "critic/score/mean": row["reward"],
+            "actor/grad_norm": row["grad_norm"],
+            "response_length/mean": row["completions/mean_length"],
+            "response_length/clip_ratio": 0.0,
+            "critic/score/max": 0.0,
+        }
+        for row in rows_of_trl(state)
+    ]
+
+
+def as_console_of_verl(path, state):
+    path = path / "verl.log"
+    lines = []
+    for row in rows_of_verl(state):
+        values = " - ".join(f"{key}:np.float64({value})" for key, value in row.items() if key != "step")
+        lines.append(f"\x1b[36m(TaskRunner pid=7)\x1b[0m step:{row['step']} - {values}\n")
+    path.write_text("".join(lines))
+    return path
+
+
+def as_file_of_verl(path, state):
+    path = path / "metrics.jsonl"
+    lines = [
+        json.dumps(
+            {"step": row["step"], "elapsed_seconds": 1.0, "data": {k: v for k, v in row.items() if k != "step"}}
+        )
+        for row in rows_of_verl(state)
+    ]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def as_console_of_openrlhf(path, state):
+    path = path / "openrlhf.log"
+    lines = []
+    for row in rows_of_trl(state):
+        values = {"policy_loss": 0.01, "reward": row["reward"], "response_length": row["completions/mean_length"]}
+        lines.append(f"(PPOTrainer pid=3) INFO trainer.py:1] ✨ Global step {row['step']}: {values}\n")
+    path.write_text("".join(lines))
+    return path
+
+
+def write_csv(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def as_csv_of_wandb(path, state):
+    """An export of one run's charts: a key has two more columns for its bounds."""
+    rows = []
+    for row in rows_of_trl(state):
+        values = {"Step": row["step"] - 1, "qwen - train/global_step": row["step"]}
+        for key in ("reward", "reward_std", "frac_reward_zero_std"):
+            values |= {f"qwen - train/{key}{end}": row[key] for end in ("", "__MIN", "__MAX")}
+        rows.append(values)
+    return write_csv(path / "wandb_export.csv", rows)
+
+
+def as_csv_of_prime_rl(path, state):
+    rows = [
+        {
+            "_step": row["step"],
+            "reward/mean": row["reward"],
+            "batch/solve_none": row["frac_reward_zero_std"],
+            "batch/solve_all": 0.0,
+            "is_truncated/mean": 0.0,
+            "entropy/mean": "",
+        }
+        for row in rows_of_trl(state)
+    ]
+    return write_csv(path / "history.csv", rows)
+
+
+def as_trackio(path, state):
+    path = path / "project.db"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE metrics (timestamp TEXT, run_name TEXT, step INTEGER, metrics TEXT)")
+        for run, start in (("old", "2026-01-01"), ("new", "2026-01-02")):
+            for row in rows_of_trl(state if run == "new" else "learning"):
+                tracked = {"train/global_step": row["step"], "note": "text"}
+                tracked |= {f"train/{key}": value for key, value in row.items() if key != "step"}
+                database.execute(
+                    "INSERT INTO metrics VALUES (?, ?, ?, ?)",
+                    (f"{start}T{row['step']:02}", run, row["step"], json.dumps(tracked)),
+                )
+    database.close()
+    return path
+
+
+FORMS = [
+    as_json,
+    as_list,
+    as_lines,
+    as_swift,
+    as_console_with_bars,
+    as_console_without_bars,
+    as_console_of_nodes,
+    as_csv_of_wandb,
+    as_csv_of_prime_rl,
+    as_trackio,
+    # These have no share of groups without variance, so that equal rewards show as a reward that does not rise.
+    as_console_of_verl,
+    as_file_of_verl,
+    as_console_of_openrlhf,
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("state", REWARDS)
+def test_a_run_has_the_same_state_in_each_form_of_its_log(tmp_path, form, state):
+    log = read_log(form(tmp_path, state))
+    told = [row for row in log.rows if "reward" in row or "critic/score/mean" in row or "reward/mean" in row]
+    assert [row.get("step", number + 1) for number, row in enumerate(told)] == list(range(1, STEPS + 1))
+    expected = "no_rise" if state == "nothing_to_learn" and FORMS.index(form) >= 10 else state
+    assert health(log.rows).state.name == expected
+
+
+def test_files_of_tensorboard_are_read(tmp_path):
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer:
+        for row in rows_of_trl("nothing_to_learn"):
+            for key, value in row.items():
+                writer.add_scalar(f"train/{key}", value, row["step"])
+    [path] = tmp_path.iterdir()
+    assert health(read_log(path).rows).state.name == "nothing_to_learn"
+
+
+def test_assumptions_are_said(tmp_path):
+    assert "each row counts as one step" in read_log(as_console_without_bars(tmp_path, "learning")).notes[0]
+    assert "new" in read_log(as_trackio(tmp_path, "learning")).notes[0]
+    assert read_log(as_console_with_bars(tmp_path, "learning")).notes == ()
+
+
+def test_lines_without_end_are_left_out_and_counted(tmp_path):
+    path = as_console_without_bars(tmp_path, "learning")
+    path.write_text("{'reward': 1, " + "x" * 2**21 + "\n" + path.read_text() + "\n{'reward" + "'" * 2**21)
+    log = read_log(path)
+    assert len(log.rows) == STEPS and log.notes[0].startswith("2 lines")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("a.csv", "reward\n0.5\n", "steps"),
+        ("b.csv", "Step,one - train/reward,two - train/reward\n1,0,0\n", "'one', 'two'"),
+        ("c.log", "Map: 100%|███| 6/6 [00:00]\n{'a': 1}\n", "no log rows"),
+        ("d.db", "SQLite format 3\0 and nothing else", "Trackio"),
+        ("e.json", '{"log_history": [{"step": "x"}]}', "step"),
+        ("f.csv", "", "steps"),
+    ],
+)
+def test_a_file_that_holds_no_log_is_refused_by_name(tmp_path, name, content, named):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ValueError, match=name) as refused:
+        read_log(path)
+    assert named in str(refused.value) and "\n" not in str(refused.value)
+
+
+# Single lines and files
+
+
+def console_line(step, **values):
+    pairs = " - ".join(f"{key}:{value}" for key, value in values.items())
+    return f"\x1b[36m(TaskRunner pid=1)\x1b[0m step:{step} - {pairs}\x1b[36m(TaskRunner pid=1)\x1b[0m Training: 1%\r\n"
+
+
+def test_a_console_log_of_verl_is_read_as_rows(tmp_path):
+    path = tmp_path / "train.log"
+    values = {"train/A/success": "np.float64(0.25)", "actor/grad_norm": "1e-05", "actor/ppo_kl": "-0.5", "x": "nan"}
+    path.write_text("noise\n" + console_line(3, **values) + "step: not a row\n")
+    (row,) = read_log(path).rows
+    assert math.isnan(row.pop("x"))
+    assert row == {"step": 3, "train/A/success": 0.25, "actor/grad_norm": 1e-05, "actor/ppo_kl": -0.5}
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "log_history.json"])
+def test_what_trl_leaves_is_read(tmp_path, name):
+    rows = [{"step": 1, "reward": 0.5}]
+    (tmp_path / name).write_text(json.dumps({"log_history": rows} if "state" in name else rows))
+    assert read_log(tmp_path / name) == Log(rows)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1, 2]", '{"log_history": 3}', "[" * 100_000, "step:x - a:1", "\0" * 9])
+def test_a_file_without_rows_is_refused_in_a_line(tmp_path, content):
+    path = tmp_path / "odd.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="odd") as refused:
+        read_log(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_byte_order_mark_does_not_hide_a_log(tmp_path):
+    rows = [{"step": 1, "reward": 0.5}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}), encoding="utf-8-sig")
+    assert read_log(tmp_path / "trainer_state.json") == Log(rows)
+
+
+def test_lines_of_json_are_rows_and_a_wrong_one_is_named(tmp_path):
+    rows = [{"step": step, "reward": 0.5} for step in range(3)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_log(path) == Log(rows)
+    path.write_text(json.dumps(rows[0]) + "\n\n{nonsense\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl.*line 3"):
+        read_log(path)
+
+
+def test_the_steps_of_a_log_of_ms_swift_are_read_and_its_summary_is_no_row(tmp_path):
+    rows = [{"reward": 0.5, "epoch": 0.01 * step, "global_step/max_steps": f"{step}/400"} for step in (5, 10)]
+    rows.append({"reward": 0.5, "iteration": "15/400"})  # Megatron-SWIFT
+    summary = {"best_metric": None, "global_step": 15, "log_history": rows, "memory": {"0": 1.5}}
+    path = tmp_path / "logging.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, summary]))
+    assert [(row["step"], row["reward"]) for row in read_log(path).rows] == [(5, 0.5), (10, 0.5), (15, 0.5)]
+
+
+def test_a_log_is_utf_8_whatever_the_locale_says(tmp_path):
+    (tmp_path / "trainer_state.json").write_text('{"log_history": [{"step": 1, "größe": 0.5}]}', encoding="utf-8")
+    code = (
+        "from pathlib import Path; from ragen2_trl.record.files import read_json\n"
+        "from ragen2_trl.record.logs import read_log\n"
+        f"path = Path({str(tmp_path / 'trainer_state.json')!r}); assert read_json(path, dict) and read_log(path)"
+    )
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=ascii_only)
