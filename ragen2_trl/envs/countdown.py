@@ -83,7 +83,8 @@ class CountdownEpisode(Episode):
         tree = solve(self.numbers, self.target, self.operators, rng)
         if tree is None:
             return "No expression makes it.", [self.random_action(rng)]
-        value_of(tree, steps := [])
+        steps: list[str] = []
+        value_of(tree, steps)
         return " ".join(steps), [show(tree)]
 
     def random_action(self, rng: random.Random) -> str:

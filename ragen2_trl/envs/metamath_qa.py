@@ -212,17 +212,18 @@ def _calculations() -> list[tuple[list[dict[str, Any]], Callable[[str], Any], fl
     precise = mpmath.MPContext()  # its precision is nobody else's
     precise.dps = _CALCULATED_DIGITS
     calculations = []
-    for number, pi, e, *near in (
+    arithmetics: tuple[tuple[Any, Any, Any, float, float], ...] = (
         (complex, cmath.pi, cmath.e, 1e-9, 1e-9),
         (precise.mpc, precise.pi, precise.e, _SAME, 0.0),
-    ):
+    )
+    for number, pi, e, near, below in arithmetics:
         points = [
             {name: number((-1) ** (place >> bit) * flip * _size(name, bit)) for place, name in enumerate(_NAMES)}
             | {"π": number(pi), "e": number(e), "i": number(0, 1)}
             for bit in range(len(_NAMES).bit_length())
             for flip in (1, -1)
         ]
-        calculations.append((points, number, *near))
+        calculations.append((points, number, near, below))
     return calculations
 
 

@@ -183,7 +183,7 @@ def run_in_own_loop(waiting: Coroutine[Any, Any, T]) -> T:
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # which leaves the thread's own loop alone
             return runner.run(waiting)
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(run_in_own_loop, waiting).result()
+        return thread.submit(lambda: run_in_own_loop(waiting)).result()
 
 
 def error_text(answer: bytes) -> str:
