@@ -6,7 +6,6 @@ import random
 
 import pytest
 import yaml
-from conftest import need
 
 from ragen2_trl.envs import ENVIRONMENTS, PRESETS, make_env, options_of, presets_of
 from ragen2_trl.envs.ragen2.protocol import TEXTS
@@ -367,16 +366,6 @@ def test_what_belongs_to_the_protocol_is_no_option_of_the_task():
         make_env("sokoban", prompts="texts.yaml", split="ragen2")
     with pytest.raises(ValueError, match="force_think with protocol='tools' must be one of"):
         make_env("sokoban", protocol="tools", force_think=True)
-
-
-def test_a_preset_cannot_be_served():
-    need("openenv")
-    from ragen2_trl.openenv import server
-
-    with pytest.raises(ValueError, match=r"env must be made without \['preset'\], which clients do not learn of"):
-        server.make_server(ragen2("sokoban"))
-    with pytest.raises(ValueError, match=r"env must be made without \['force_think'\]"):
-        server.make_server(make_env("sokoban", force_think=True))
 
 
 @pytest.mark.parametrize("name", ["countdown", "frozen_lake"])

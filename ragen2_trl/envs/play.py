@@ -11,15 +11,12 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from ragen2_trl.envs.episode import Episode
 from ragen2_trl.envs.outcomes import EpisodeOutcome
-from ragen2_trl.envs.responses import format_response
+from ragen2_trl.envs.responses import Response, format_response
 from ragen2_trl.failures import LOST, check_failed, left_out
-
-if TYPE_CHECKING:
-    from ragen2_trl.envs.environment import Environment
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +24,24 @@ INVALID_REWARD = -0.1
 """Of an invalid turn, unless an environment is given another. Where no completion succeeds, it is all that varies."""
 
 
+class TextTask(Protocol):
+    """What a play needs of its `Environment`: limits and texts."""
+
+    name: ClassVar[str]
+    max_turns: int
+    max_actions: int
+    max_total_actions: int | None
+    splits_answers: bool
+    enable_think: bool
+    invalid_reward: float
+    has_failed: bool
+
+    def read(self, text: str) -> Response | None: ...
+    def message(self, play: "Play", status: str | None = None) -> str: ...
+
+
 @dataclass
-class Turn:
+class PlayedTurn:
     """What was done in a turn and what came of it.
 
     Args:
@@ -76,10 +89,10 @@ class Play:
         episode: The rules, at their start.
     """
 
-    def __init__(self, env: "Environment", episode: Episode):
+    def __init__(self, env: TextTask, episode: Episode):
         self.env = env
         self.episode = episode
-        self.turns: list[Turn] = []
+        self.turns: list[PlayedTurn] = []
         self.first_board = episode.board_letters()
         self.executed = 0
         self.seed: int | None = None
@@ -181,7 +194,7 @@ class Play:
                 effective = self.episode.done or self.episode.snapshot() != state
         reward = float(earned) if valid else earned + self.env.invalid_reward
         board = self.episode.board_letters()
-        self.turns.append(Turn(pieces, valid, reward, earned, self.executed - before, effective, board))
+        self.turns.append(PlayedTurn(pieces, valid, reward, earned, self.executed - before, effective, board))
         kind = "" if valid else "Partly invalid answer. " if known else "Invalid answer. "
         return f"{kind}Reward {reward:g}."
 

@@ -258,10 +258,11 @@ def _steps(run: Run) -> list[Fact]:
 def _logged(run: Run, key: str, points: Sequence[tuple[int, float]], limit: str = "") -> list[Fact]:
     """The fact of a log key, each value with the chance or the bound of its own measurement: another may have had
     another number of prompts."""
-    one = metric(key)
+    one, at = metric(key), dict(run.points(limit)) if limit else {}
+    if one is not None and one.unit == "fraction":  # among no more prompts than tries a hit says nothing
+        points = [(step, number) for step, number in points if at.get(step) != 1]
     if not points or one is None:
         return []
-    at = dict(run.points(limit)) if limit else {}
     values = [
         Value(number, step, f"{label(limit)} {in_unit(at[step], one.unit)}" if step in at else "")
         for step, number in points

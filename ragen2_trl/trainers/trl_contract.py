@@ -10,7 +10,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 import transformers
-import trl
 from packaging.version import Version
 from transformers.utils import logging
 
@@ -179,14 +178,14 @@ def _signatures(owner: Any, functions: dict[str, str], use: str) -> list[Need]:
 
 def installed() -> str:
     """Which releases the table is held against."""
-    return f"TRL {trl.__version__} with transformers {transformers.__version__}"
+    return f"TRL {_version()} with transformers {transformers.__version__}"
 
 
 def untested() -> str | None:
     """A word on a release of TRL that our tests have not run on; `None` for others."""
-    if Version(OLDEST) <= Version(trl.__version__) <= Version(NEWEST):
+    if Version(OLDEST) <= Version(_version()) <= Version(NEWEST):
         return None
-    return f"TRL {trl.__version__} has all that we lean on, but is not tested; TRL {OLDEST} to {NEWEST} are."
+    return f"TRL {_version()} has all that we lean on, but is not tested; TRL {OLDEST} to {NEWEST} are."
 
 
 def check_trl(ours: type) -> None:
@@ -232,6 +231,10 @@ def _signature_problem(function: Any, expected: list[str], exactly: bool = False
     if found[: len(always)] == always and not refused:
         return None
     return f"takes ({', '.join(name for name in found if name != 'self')})"
+
+
+def _version() -> str:
+    return str(resolve_name("trl:__version__"))  # what-if, which knows strategies, does without an import of TRL
 
 
 def overridden(trainer_class: type) -> set[str]:
