@@ -109,8 +109,9 @@ def test_every_form_gives_every_command_the_same_rows(played, tmp_path, monkeypa
     assert [one["step"] for one in found["path"]] == [STEP]
     cli.main(["report", *(str(tmp_path / name) for name in FORMS), "--output", str(tmp_path / "report.html")])
     assert (tmp_path / "report.html").read_text().count('class="samples"') == len(FORMS)
-    shown = [pick_samples(read_run(tmp_path / name), []) for name in FORMS]
-    assert shown[0] and all(one == shown[0] for one in shown)
+    picked = [pick_samples(read_run(tmp_path / name), []) for name in FORMS]
+    shown = [[(group.prompt, [(one.earned, one.text) for one in group.samples]) for group in one] for one in picked]
+    assert shown == [shown[0]] * len(FORMS) and shown[0]
 
 
 @pytest.mark.parametrize("command", ["what-if", "diagnose"])

@@ -41,7 +41,7 @@ class TextTask(Protocol):
 
 
 @dataclass
-class PlayedTurn:
+class TurnOutcome:
     """What was done in a turn and what came of it.
 
     Args:
@@ -92,7 +92,7 @@ class Play:
     def __init__(self, env: TextTask, episode: Episode):
         self.env = env
         self.episode = episode
-        self.turns: list[PlayedTurn] = []
+        self.turns: list[TurnOutcome] = []
         self.first_board = episode.board_letters()
         self.executed = 0
         self.seed: int | None = None
@@ -194,7 +194,7 @@ class Play:
                 effective = self.episode.done or self.episode.snapshot() != state
         reward = float(earned) if valid else earned + self.env.invalid_reward
         board = self.episode.board_letters()
-        self.turns.append(PlayedTurn(pieces, valid, reward, earned, self.executed - before, effective, board))
+        self.turns.append(TurnOutcome(pieces, valid, reward, earned, self.executed - before, effective, board))
         kind = "" if valid else "Partly invalid answer. " if known else "Invalid answer. "
         return f"{kind}Reward {reward:g}."
 

@@ -3,16 +3,23 @@
 import os
 import random
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
-from ragen2_trl.envs.play import check_failures
+from ragen2_trl.envs.play import Play, check_failures
+from ragen2_trl.envs.tasks import Row
 from ragen2_trl.failures import LOST
-
-if TYPE_CHECKING:
-    from ragen2_trl.envs.environment import Environment
 
 # Text, or content parts where the state is a picture. Not a union: tools are put into the prompt with their types.
 Answer: TypeAlias = Any
+
+
+class ToolTask(Protocol):
+    """What a tool environment needs of its `Environment`."""
+
+    name: ClassVar[str]
+    shows_images: bool
+
+    def begin(self, row: Row, rng: random.Random) -> Play: ...
 
 
 class ToolEnvironment:
@@ -26,7 +33,7 @@ class ToolEnvironment:
         players: All instances of one trainer.
     """
 
-    def __init__(self, env: "Environment", number: int, players: "Collection[ToolEnvironment]" = ()):
+    def __init__(self, env: ToolTask, number: int, players: "Collection[ToolEnvironment]" = ()):
         self._env = env
         self._number = number
         self._players = players
