@@ -107,7 +107,7 @@ def test_rewards_that_vary_in_one_row_of_five_are_no_lack_of_signal():
 def test_a_reward_that_is_flat_for_200_steps_is_told_with_the_rise_that_would_have_shown(seed):
     told = health(noisy(seed, 200, 0.4))
     assert [one.name for one in told.history] == ["too_early", "no_rise"]
-    assert told.state.since == MIN_FLAT - 1 and "200 rows" in told.state.why
+    assert told.state.since == MIN_FLAT - 1 and "200 generations" in told.state.why
     assert re.search(r"a rise of 0\.0[4-6]", told.state.why)  # 3 sqrt(2) standard errors of a mean of 20 rows
 
 

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from ragen2_trl.instrument.health import health
@@ -240,7 +241,7 @@ def test_files_of_tensorboard_are_read(tmp_path):
 
 
 def test_assumptions_are_said(tmp_path):
-    assert "each row counts as one step" in read_log(as_console_without_bars(tmp_path, "learning")).notes[0]
+    assert "each row counts as one generation" in read_log(as_console_without_bars(tmp_path, "learning")).notes[0]
     assert "new" in read_log(as_trackio(tmp_path, "learning")).notes[0]
     assert read_log(as_console_with_bars(tmp_path, "learning")).notes == ()
 
@@ -338,3 +339,31 @@ def test_a_log_is_utf_8_whatever_the_locale_says(tmp_path):
     )
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([sys.executable, "-c", code], check=True, env=ascii_only)
+
+
+# Rows that average several steps
+
+
+def averaged(values, every):
+    """Rows as `logging_steps` makes them."""
+    starts = range(0, len(values) - every + 1, every)
+    return [{"step": start + every, "reward": sum(values[start : start + every]) / every} for start in starts]
+
+
+@pytest.mark.parametrize("every", [1, 5, 10])
+def test_a_plateau_is_judged_by_its_steps_and_not_by_its_rows(every):
+    rng = np.random.default_rng(0)
+    flat, rising = rng.normal(0.5, 0.1, 300), np.linspace(0.2, 0.8, 300) + rng.normal(0, 0.1, 300)
+    assert health(averaged(flat, every)).state.name == "no_rise"
+    assert health(averaged(rising, every)).state.name == "learning"
+
+
+def test_noise_in_averaged_rows_is_no_rise():
+    rng = np.random.default_rng(1)
+    states = [health(averaged(rng.normal(0.5, 0.1, 300), 10)).state.name for _ in range(200)]
+    assert states.count("learning") <= 4
+
+
+def test_five_averaged_generations_without_signal_are_flat():
+    rows = [{"step": 10 * row, "reward": 0.0, "frac_reward_zero_std": 1.0} for row in range(1, 3)]
+    assert health(rows).state.name == "nothing_to_learn"

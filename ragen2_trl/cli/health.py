@@ -42,6 +42,9 @@ def main(args: list[str] | None = None) -> None:
         for line in training_finding(watch.state).advice:
             console.print(Text(line))
         console.print(charts(watch, rows))
+        if watch.weight > 1:
+            each = f"A row averages {watch.weight:.0f} steps and counts as so many generations, one a step."
+            console.print(Text(f"{each} Log each step (logging_steps=1) for an earlier and a surer answer."))
         for note in log.notes:
             console.print(Text(note))
 

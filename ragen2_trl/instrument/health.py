@@ -6,14 +6,16 @@ in sight (`research/results/real_runs.md`).
 
 Rows that reuse a generation count once, as one row whose value is their mean. A row begins a generation if it has
 another number of it (`snr/generation`) than the row before or, without that number, if it has a reward or the log has
-none so far: TRL logs rewards only at steps that sample.
+none so far: TRL logs rewards only at steps that sample. A row that averages several steps (`logging_steps`) counts as
+as many generations, one a step, unless it numbers them.
 """
 
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypedDict, TypeGuard
+from operator import mul
+from typing import Any, Literal, NotRequired, TypedDict, TypeGuard
 
 from ragen2_trl.metrics import GENERATION, METRICS
 
@@ -191,6 +193,8 @@ class Health:
         self._names: dict[str, str | None] = {}
         self._step = -1
         self._generation = -1  # step of the row that began the present one
+        self._logged: int | None = None  # step of the latest row of training
+        self.weight = 1.0  # generations that the latest row with one averages
         self._number: float | None = None  # of the present one, where rows have it
         self._has_reward = False  # whether a row had one
         self._is_flat = False  # whether the present generation teaches nothing
@@ -229,7 +233,7 @@ class Health:
             self._watches.setdefault(key, Watch()).take(SIGNALS[name], value, unit, self._step, count, spread)
         shown = "reward" if "reward" in facts else "success"
         if shown in facts:
-            self._progress.take(shown, facts[shown], self._generation)
+            self._progress.take(shown, facts[shown], self._generation, self.weight)
         return self._become(self._judge())
 
     def _told(self, row: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
@@ -248,9 +252,16 @@ class Health:
         if is_number(number):
             self._number = number
         is_new = number != former if is_number(number) else has_reward or not self._has_reward
+        logged = self._logged
+        if not any(key.startswith("eval") for key in row):
+            self._logged = self._step
         if not is_new or self._step == self._generation:  # a row that comes twice
             return False
         self._generation, self._is_flat = self._step, False
+        if is_number(number):
+            self.weight = 1.0 if former is None else max(1.0, number - former)
+        else:
+            self.weight = 1.0 if logged is None else max(1.0, self._step - logged)
         return True
 
     def name_of(self, key: str) -> str | None:
@@ -270,8 +281,8 @@ class Health:
         if not self._is_flat:
             self._flat = []
         elif not self._flat or self._flat[-1].step < self._generation:
-            one = _Flat(self._generation, same, facts.get("clipped"), facts.get("success"), facts.get("reward"))
-            self._flat = [*self._flat, one][-LEVEL:]
+            told = (facts.get(name) for name in ("clipped", "success", "reward"))
+            self._flat = [*self._flat, _Flat(self._generation, same, *told, self.weight)][-LEVEL:]
 
     def _judge(self) -> State:
         """The state after the latest row, in the order of `TITLES`."""
@@ -282,7 +293,7 @@ class Health:
                 beyond.setdefault(signal.state, (key, watch))
         if "failing" in beyond:
             return self._fallen("failing", *beyond["failing"])
-        if len(self._flat) == LEVEL:
+        if sum(row.weight for row in self._flat) >= LEVEL:
             rows = self._flat
             cause = why_flat(
                 all(row.same for row in rows),
@@ -319,6 +330,7 @@ class Health:
             "step": self._step,
             "generation": self._generation,
             "number": self._number,
+            "logged": self._logged,
             "has_reward": self._has_reward,
             "is_flat": self._is_flat,
             "history": [asdict(one) for one in self.history],
@@ -332,6 +344,7 @@ class Health:
         """Goes on from what `state_dict` gave."""
         self._step, self._generation, self._number = (state[name] for name in ("step", "generation", "number"))
         self._has_reward, self._is_flat = state["has_reward"], state["is_flat"]
+        self._logged = state.get("logged", self._step)
         self.history = [State(**one) for one in state["history"]]
         self._watches = {key: Watch(**one) for key, one in state["watches"].items() if self.name_of(key) in SIGNALS}
         self._progress = _Progress(**state["progress"])
@@ -433,67 +446,94 @@ class Watch:
 
 @dataclass
 class _Progress:
-    """Whether mean reward, or success where no reward is logged, has risen between the first and the last rows."""
+    """Whether mean reward, or success where no reward is logged, has risen between the first and the last generations.
+
+    A row may average several generations, its weight: it is as much less noisy.
+    """
 
     what: str = ""
     step: int = -1
     rows: int = 0
     first: list[float] = field(default_factory=list)
     last: list[float] = field(default_factory=list)
-    best: float | None = None  # mean of SPAN rows
+    best: float | None = None  # mean of SPAN generations
     best_step: int = 0
-    squares: float = 0.0  # sum of squared differences between neighbouring rows
-    block: float | None = None  # mean of the last whole BLOCK rows
+    squares: float = 0.0  # sum of squared differences between neighbouring rows, each as of single generations
+    block: float | None = None  # mean of the last whole block, of BLOCK generations
     rises: bool = False
     block_squares: float = 0.0  # sum of squared differences between neighbouring blocks, which drift shows in
+    first_weights: list[float] = field(default_factory=list)
+    last_weights: list[float] = field(default_factory=list)
+    generations: float = 0.0
+    blocks: int = 0
+    block_weight: float = BLOCK
+    opened: int = 0  # rows since the last whole block
 
-    def take(self, what: str, value: float, step: int) -> None:
+    def __post_init__(self) -> None:
+        if len(self.last_weights) < len(self.last):  # of a checkpoint from before rows had weights
+            self.first_weights, self.last_weights = [1.0] * len(self.first), [1.0] * len(self.last)
+            self.generations, self.blocks, self.opened = self.rows, self.rows // BLOCK, self.rows % BLOCK
+
+    def take(self, what: str, value: float, step: int, weight: float = 1.0) -> None:
         self.what = self.what or what
         if what != self.what or step == self.step:
             return
         if self.last:
-            self.squares += (value - self.last[-1]) ** 2
-        self.step, self.rows = step, self.rows + 1
-        self.first = [*self.first, value][:SPAN]
-        self.last = [*self.last, value][-SPAN:]
-        mean = math.fsum(self.last) / SPAN
-        if len(self.last) == SPAN and (self.best is None or mean > self.best):
+            self.squares += 2 * (value - self.last[-1]) ** 2 / (1 / weight + 1 / self.last_weights[-1])
+        self.step, self.rows, self.generations = step, self.rows + 1, self.generations + weight
+        if sum(self.first_weights) < SPAN:
+            self.first, self.first_weights = [*self.first, value], [*self.first_weights, weight]
+        self.last, self.last_weights = [*self.last, value], [*self.last_weights, weight]
+        while sum(self.last_weights[1:]) >= SPAN:
+            self.last, self.last_weights = self.last[1:], self.last_weights[1:]
+        mean = _mean(self.last, self.last_weights)
+        if sum(self.last_weights) >= SPAN and (self.best is None or mean > self.best):
             self.best, self.best_step = mean, step
-        if self.rows % BLOCK == 0:
-            block = math.fsum(self.last[-BLOCK:]) / BLOCK
-            self.block_squares += 0.0 if self.block is None else (block - self.block) ** 2
-            self.block = block
+        self.opened += 1
+        opened = self.last_weights[-self.opened :]
+        if sum(opened) >= BLOCK:
+            block = _mean(self.last[-self.opened :], opened)
+            if self.block is not None:
+                scale = 2 / (BLOCK / sum(opened) + BLOCK / self.block_weight)
+                self.block_squares += scale * (block - self.block) ** 2
+            self.block, self.block_weight, self.blocks, self.opened = block, sum(opened), self.blocks + 1, 0
 
     def judged(self, step: int) -> State:
-        if self.rows < 2 * SPAN or self.best is None:
+        if self.generations < 2 * SPAN or self.rows < MIN_ROWS or self.best is None:
             return self._too_early(step)
-        before, after = math.fsum(self.first) / SPAN, math.fsum(self.last) / SPAN
+        before, after = _mean(self.first, self.first_weights), _mean(self.last, self.last_weights)
         needed = max(SURE * self._standard_error(), SAME * max(1.0, abs(before)))
         is_undone = after - before < (self.best - before) / 2
         # Half of the rise keeps the state, so that a run near the bound does not change it with every row.
         self.rises = after - before > needed / (2 if self.rises else 1) and not is_undone
-        if not self.rises and self.rows < MIN_FLAT:
+        if not self.rises and self.generations < MIN_FLAT:
             return self._too_early(step)
         was_risen = self.best - before > needed
         digits = _digits(before, after) if self.rises else _digits(self.best, max(before, after)) if was_risen else 3
         means = (
-            f"mean {self.what} is {after:.{digits}g} in the last {SPAN} rows, {before:.{digits}g} in the first {SPAN}"
+            f"mean {self.what} is {after:.{digits}g} in the last {SPAN} generations, {before:.{digits}g} in the first "
+            f"{SPAN}"
         )
         if self.rises:
             return State("learning", step, f"{means[0].upper()}{means[1:]}.")
         if was_risen:
             rise = f"A rise to {self.best:.{digits}g} by step {self.best_step} was undone"
             return State("no_rise", step, f"{rise}: {means}.")
-        return State("no_rise", step, f"In {self.rows} rows {means}; a rise of {needed:.2g} would have shown.")
+        return State(
+            "no_rise", step, f"In {self.generations:.0f} generations {means}; a rise of {needed:.2g} would have shown."
+        )
 
     def _too_early(self, step: int) -> State:
-        why = f"Rows with a reward: {self.rows}; a rise can show after {2 * SPAN}, its absence after {MIN_FLAT}."
+        why = (
+            f"Generations with a reward: {self.generations:.0f}; a rise can show after {2 * SPAN}, its absence after "
+            f"{MIN_FLAT}."
+        )
         return State("too_early", step, why)
 
     def _standard_error(self) -> float:
         """Of a mean over SPAN rows, by differences between neighbouring rows or, if larger, neighbouring blocks."""
         by_rows = self.squares / (2 * (self.rows - 1)) / SPAN
-        by_blocks = self.block_squares / (2 * (self.rows // BLOCK - 1)) / (SPAN / BLOCK)
+        by_blocks = self.block_squares / (2 * max(self.blocks - 1, 1)) / (SPAN / BLOCK)
         return math.sqrt(max(by_rows, by_blocks))
 
 
@@ -506,6 +546,7 @@ class _Flat:
     clipped: float | None
     success: float | None
     reward: float | None
+    weight: float = 1.0  # generations
 
 
 class HealthState(TypedDict):
@@ -514,6 +555,7 @@ class HealthState(TypedDict):
     step: int
     generation: int
     number: float | None
+    logged: NotRequired[int | None]  # since rows of several generations count as these
     has_reward: bool
     is_flat: bool
     history: list[State]
@@ -550,6 +592,10 @@ def why_flat(
     if rewards and max(rewards) - min(rewards) <= SAME * max(1.0, abs(rewards[0])):
         return f"{CAUSES['equal']}, {rewards[-1]:.3g}"
     return CAUSES["alike"]
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return math.fsum(map(mul, values, weights)) / sum(weights)
 
 
 def _fits(pattern: list[str], key: list[str]) -> bool:

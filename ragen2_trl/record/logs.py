@@ -82,7 +82,7 @@ def read_log(path: Path) -> Log:
         raise ValueError(f"{str(path)!r} holds no log rows; allowed: {ALLOWED}.")
     rows = _with_own_keys(rows)
     if not any(row.get("step") is not None for row in rows):
-        notes.append("The log has no steps: each row counts as one step.")
+        notes.append("The log has no steps: each row counts as one generation.")
     return Log(rows, tuple(notes))
 
 
