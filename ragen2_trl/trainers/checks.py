@@ -171,8 +171,8 @@ def check_has_rows(train_dataset: Any, args: SNRFilterConfig) -> None:
     for name, off in (("snr_prompt_selection", False), ("snr_dynamic_sampling_rounds", 0)):
         if (value := getattr(args, name)) > off and not isinstance(train_dataset, Dataset):
             raise ValueError(
-                f"{name}={value} draws prompts by their row, which a {type(train_dataset).__name__} does not have; "
-                f"allowed: datasets.Dataset, or {off}."
+                f"{name}={value} draws prompts by their row: train_dataset must be a datasets.Dataset, got "
+                f"{type(train_dataset).__name__}; or set {name}={off}."
             )
 
 
