@@ -235,7 +235,7 @@ def test_the_commands_take_a_dataset_with_rewards_and_a_class(here, capsys):
     length = ["--max_completion_length", "12", "--num_generations", "2", "--per_device_train_batch_size", "8"]
     cli.main(["train", "--model", "tiny", *own, *length, "--max_steps", "2", "--eval_every", "1", "--run_name", "own"])
     shown = capsys.readouterr().out
-    assert "held-out success on mine" in shown
+    assert "tiny on held-out mine" in shown and "held-out success" in shown
     cli.main(["report", "runs/own"])
     for wrong, named in (
         (["--dataset", "mine.jsonl"], "reward"),

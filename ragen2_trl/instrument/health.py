@@ -293,7 +293,7 @@ class Health:
                 beyond.setdefault(signal.state, (key, watch))
         if "failing" in beyond:
             return self._fallen("failing", *beyond["failing"])
-        if sum(row.weight for row in self._flat) >= LEVEL:
+        if len(self._flat) > 1 and sum(row.weight for row in self._flat) >= LEVEL:  # a mean of several may be one's
             rows = self._flat
             cause = why_flat(
                 all(row.same for row in rows),
