@@ -93,7 +93,15 @@ STATES = {
         "Mean length rose",
     ),
     "learning": (45, names_letters, None, {"max_completion_length": 6}, "learning", None, "Mean reward"),
-    "no rise": (60, alternates, None, {"max_completion_length": 2, "learning_rate": 0.0}, "no_rise", 60, "60 generations"),
+    "no rise": (
+        60,
+        alternates,
+        None,
+        {"max_completion_length": 2, "learning_rate": 0.0},
+        "no_rise",
+        60,
+        "60 generations",
+    ),
 }
 
 

@@ -281,8 +281,9 @@ class Health:
         if not self._is_flat:
             self._flat = []
         elif not self._flat or self._flat[-1].step < self._generation:
-            told = (facts.get(name) for name in ("clipped", "success", "reward"))
-            self._flat = [*self._flat, _Flat(self._generation, same, *told, self.weight)][-LEVEL:]
+            clipped, success, reward = (facts.get(name) for name in ("clipped", "success", "reward"))
+            one = _Flat(self._generation, same, clipped, success, reward, self.weight)
+            self._flat = [*self._flat, one][-LEVEL:]
 
     def _judge(self) -> State:
         """The state after the latest row, in the order of `TITLES`."""
