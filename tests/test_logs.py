@@ -262,6 +262,8 @@ def test_lines_without_end_are_left_out_and_counted(tmp_path):
         ("d.db", "SQLite format 3\0 and nothing else", "Trackio"),
         ("e.json", '{"log_history": [{"step": "x"}]}', "step"),
         ("f.csv", "", "steps"),
+        ("g.csv", "step,reward\nnan,0.5\n", "step"),
+        ("h.csv", "step,reward\n1e300,0.5\n", "step"),
     ],
 )
 def test_a_file_that_holds_no_log_is_refused_by_name(tmp_path, name, content, named):

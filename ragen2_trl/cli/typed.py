@@ -91,7 +91,7 @@ def parse(parser: "TrlParser", args: list[str] | None) -> tuple[Any, ...]:
 
 
 def _not_known(what: str, names: Iterable[str], parser: argparse.ArgumentParser, dashes: str = "") -> InputError:
-    """The error of arguments that a parser does not have, with those that somebody may have meant."""
+    """The error for unknown arguments, with the nearest known ones."""
     known = [name[2:] for action in parser._actions for name in action.option_strings if "-" not in name[2:]]
     alike: set[str] = set()
     for name in names:

@@ -6,8 +6,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-COUNTS = ("valid_turns", "num_actions", "acting_turns", "effective_turns")  # of an outcome, besides its turns
-
 
 @dataclass(frozen=True)
 class EpisodeOutcome:

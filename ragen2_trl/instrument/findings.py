@@ -156,7 +156,7 @@ def flat_finding(
 
 
 def nothing_learnt() -> Finding:
-    """Of a run of which no step had a group to train on."""
+    """A run in which no step had a group to train on."""
     said = "No step had a group to train on: the weights are those that the run began with."
     return make("training", "nothing_learnt", said)
 

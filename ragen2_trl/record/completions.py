@@ -188,7 +188,7 @@ class _Reader:
         wanted: Columns of rewards that were named; else the first row says which they are.
         functions: Reward functions that the log names.
         count: Counts tokens; `None` for characters.
-        notes: Takes in what is left out.
+        notes: Receives a sentence for everything that is left out.
     """
 
     def __init__(

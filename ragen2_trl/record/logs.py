@@ -68,6 +68,9 @@ def read_log(path: Path) -> Log:
         start = file.read(64)
     is_json = re.match(rb'\s*(\{\s*"|\[\s*\{)', start.removeprefix(codecs.BOM_UTF8))
     notes: list[str] = []
+    is_table = path.name.startswith("events.out.tfevents") or start.startswith(b"SQLite format 3\0")
+    if is_table and (size := path.stat().st_size) > MAX_BYTES:
+        raise ValueError(f"{str(path)!r} has {size} bytes; allowed: {MAX_BYTES}.")
     if path.name.startswith("events.out.tfevents"):
         rows = _read_tensorboard(path)
     elif start.startswith(b"SQLite format 3\0"):
@@ -81,6 +84,7 @@ def read_log(path: Path) -> Log:
     if not rows:
         raise ValueError(f"{str(path)!r} holds no log rows; allowed: {ALLOWED}.")
     rows = _with_own_keys(rows)
+    check_history(rows, str(path), "rows")
     if not any(row.get("step") is not None for row in rows):
         notes.append("The log has no steps: each row counts as one generation.")
     return Log(rows, tuple(notes))
@@ -198,7 +202,7 @@ def _read_trackio(path: Path, notes: list[str]) -> list[dict[str, Any]]:
             name = found[0][0]
             lines = database.execute("SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY step", [name])
             rows = [{**json.loads(metrics), "step": step} for step, metrics in lines]
-    except (sqlite3.Error, ValueError, TypeError) as error:
+    except (sqlite3.Error, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is no database of Trackio: {' '.join(str(error).split())[:200]}.") from error
     if len(found) > 1:
         notes.append(f"Of {len(found)} runs the latest is read: {printable(str(name))[:80]}.")
