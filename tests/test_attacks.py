@@ -117,6 +117,7 @@ def test_the_list_has_more_than_150_different_attacks():
     assert set(SAMPLE) <= {attack["tries"] for attack in found}
 
 
+@pytest.mark.needs("bubblewrap")
 def test_the_public_examples_by_heart_earn_nothing():
     begun, (message,) = play(several(), SCRIPT, answer("print({'21': '42'}.get(input(), ''))"))
     assert message.splitlines()[:2] == ["Reward 0. Turn 2 of 3.", "Your program passes 0 of 3 hidden tests."]
@@ -124,6 +125,7 @@ def test_the_public_examples_by_heart_earn_nothing():
     assert score(FUNCTION, "def double(x):\n    return {21: 42}.get(x)") == 0.0
 
 
+@pytest.mark.needs("bubblewrap")
 @settings(max_examples=8)
 @given(program=st.text(min_size=1) | st.sampled_from(["\0", "\ud800", "(" * 5000, "input(" * 300, "#" * 50_000]))
 def test_no_text_raises_or_earns_a_reward_without_a_right_answer(program):
