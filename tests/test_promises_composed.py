@@ -202,7 +202,7 @@ def test_a_process_gets_its_share_of_further_prompts_and_copies_none_before_it_i
     rows = [{"prompt": str(number)} for number in range(64)]
     trainer = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(num_generations=16))
     policy = Policy(PromptOrder(64, lambda epoch: range(64)), None)
-    own = PromptSampler(trainer, policy, rows).further(8)
+    own = PromptSampler(trainer, policy, rows)._own_rows([*range(8)])
     assert [row["prompt"] for row in own] == ["2"] * 16 + ["3"] * 16
     assert len({id(row) for row in own}) == 2
 
