@@ -407,10 +407,8 @@ def test_an_audit_stands_for_all_that_was_rejected(policy_path, tmp_path, monkey
     replay = replay_of_pilots(policy_path)
     replay.rewards = {prompt: soon if n in (1, 3, 5) else late for n, prompt in enumerate(replay.rewards)}
     trainer = GRPO.make(policy_path, GRPO.args(tmp_path, **{**ALL, **PILOTS}, max_steps=1), replay)
-    learned, learn = [], PromptSampler.learn
-    monkeypatch.setattr(
-        PromptSampler, "learn", lambda self, *given: learned.append(learn(self, *given)) or learned[-1]
-    )
+    learned, learn = [], Policy.learn
+    monkeypatch.setattr(Policy, "learn", lambda self, rewards: learned.append(rewards) or learn(self, rewards))
     trainer.train()
     choice, (rewards,) = trainer._sampler.policy.choice, learned
     variances = np.nanvar(rewards, axis=1, ddof=1)
