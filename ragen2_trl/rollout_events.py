@@ -279,8 +279,9 @@ class RolloutEvents(SamplingEvents):
                 trainer._pending_metrics[key].append(sum(of_task) / len(of_task))
         rewards = rewards.masked_fill(failed.unsqueeze(1), torch.nan)
         weights = trainer.reward_weights
-        sums = group_rewards(rewards, weights, 1), group_rewards(rewards.cpu().double(), weights.cpu().double(), 1)
-        return Scored(rewards, *(one.flatten() for one in sums), columns, failed)
+        sums = group_rewards(rewards, weights, 1).flatten()
+        exact = group_rewards(rewards.cpu().double(), weights.cpu().double(), 1).flatten()
+        return Scored(rewards, sums, exact, columns, failed)
 
     def number(self, rows: int, generation: int | None) -> None:
         """Number this process's latest completions in TRL's table, unless a reward function logs such a column."""
