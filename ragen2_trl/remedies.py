@@ -239,7 +239,7 @@ def kept_rows(log: CompletionLog, seed: int, strategy: str) -> Mask:
             generator=seeded_generator(seed),
             reward_range=of_run.see(rewards),
             entropies=lambda: torch.empty(0),
-            sums=sums[groups].double,
+            sums=sums[groups].double(),
             advantages=own.clone,  # of this generation
         )
         kept[groups] = of_run.select(batch)[1]
@@ -289,18 +289,15 @@ def refill_rounds(share: float, groups: int, seed: int) -> Numbers:
     Surplus groups are carried over to the next batch.
     """
     policy, rng = Policy(None, None, MOST_ROUNDS, groups), seeded_draws(seed, 1)
-    pool, rounds = 0, []
-
-    def sample(prompts: int) -> int:
-        nonlocal pool
-        found = int(rng.binomial(prompts, share))
-        pool += found
-        return found
-
+    waiting, rounds = 0, []
     for _ in range(REFILLED):
-        found = sample(groups)
-        rounds.append(policy.fill(groups - pool, found, groups, sample)[0])
-        pool = min(max(0, pool - groups), groups)
+        policy.begin_step(groups)
+        prompts, kept = groups, 0
+        while prompts:
+            kept += int(rng.binomial(prompts, share))
+            prompts = policy.next_round(groups - waiting - kept, kept)
+        rounds.append(policy.further)
+        waiting = min(max(0, waiting + kept - groups), groups)
     return np.array(rounds)
 
 

@@ -22,7 +22,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ragen2_trl.columns import EPISODE, REQUIRED, TURN_SAMPLES
+from ragen2_trl.columns import EPISODE, GENERATION, REQUIRED, TURN_SAMPLES
 from ragen2_trl.failures import LOST, check_failed, left_out
 
 logger = get_logger(__name__)
@@ -88,6 +88,7 @@ class Scored:
         rewards_per_func: (B, F) rewards by function over all processes, NaN where a function gave no number, and for
             failed episodes.
         sums: (B,) weighted, see `group_rewards`.
+        exact_sums: (B,) the same in float64 on the CPU, which do not depend on the order of functions.
         columns: by column, the values that reward functions logged in this call (TRL's `log_extra`) for this process's
             rows; twice as many where two functions logged the same column.
         failed: (B,) bool over all processes, episodes that their environment could not play to the end.
@@ -95,6 +96,7 @@ class Scored:
 
     rewards_per_func: Tensor
     sums: Tensor
+    exact_sums: Tensor
     columns: Mapping[str, list[Any]]
     failed: Tensor
 
@@ -276,7 +278,15 @@ class RolloutEvents(SamplingEvents):
             if key not in trainer._pending_metrics:  # which a reward function has not told
                 trainer._pending_metrics[key].append(sum(of_task) / len(of_task))
         rewards = rewards.masked_fill(failed.unsqueeze(1), torch.nan)
-        return Scored(rewards, group_rewards(rewards, trainer.reward_weights, 1).flatten(), columns, failed)
+        weights = trainer.reward_weights
+        sums = group_rewards(rewards, weights, 1).flatten()
+        exact = group_rewards(rewards.cpu().double(), weights.cpu().double(), 1).flatten()
+        return Scored(rewards, sums, exact, columns, failed)
+
+    def number(self, rows: int, generation: int | None) -> None:
+        """Number this process's latest completions in TRL's table, unless a reward function logs such a column."""
+        if self.scored is None or GENERATION not in self.scored.columns:
+            self.trainer._logs["extra"][GENERATION].extend(gather_object([generation] * rows))
 
     def watched(self, factory: Callable[[], Any]) -> Callable[[], Any]:
         """An `environment_factory` of environments with an `EnvironmentWatch`."""

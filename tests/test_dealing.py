@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen2_trl.trainers.dealing import TOLERANCE, Sharing, deal_rows
-from ragen2_trl.trainers.micro_batches import accumulation_segments
+from ragen2_trl.trainers.plans import accumulation_segments
 
 steps = st.integers(1, 12)
 

@@ -202,7 +202,7 @@ def test_a_process_gets_its_share_of_further_prompts_and_copies_none_before_it_i
     rows = [{"prompt": str(number)} for number in range(64)]
     trainer = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(num_generations=16))
     policy = Policy(PromptOrder(64, lambda epoch: range(64)), None)
-    own = PromptSampler(trainer, policy, rows).further(8)
+    own = PromptSampler(trainer, policy, rows)._own_rows([*range(8)])
     assert [row["prompt"] for row in own] == ["2"] * 16 + ["3"] * 16
     assert len({id(row) for row in own}) == 2
 
@@ -407,10 +407,8 @@ def test_an_audit_stands_for_all_that_was_rejected(policy_path, tmp_path, monkey
     replay = replay_of_pilots(policy_path)
     replay.rewards = {prompt: soon if n in (1, 3, 5) else late for n, prompt in enumerate(replay.rewards)}
     trainer = GRPO.make(policy_path, GRPO.args(tmp_path, **{**ALL, **PILOTS}, max_steps=1), replay)
-    learned, learn = [], PromptSampler.learn
-    monkeypatch.setattr(
-        PromptSampler, "learn", lambda self, *given: learned.append(learn(self, *given)) or learned[-1]
-    )
+    learned, learn = [], Policy.learn
+    monkeypatch.setattr(Policy, "learn", lambda self, rewards: learned.append(rewards) or learn(self, rewards))
     trainer.train()
     choice, (rewards,) = trainer._sampler.policy.choice, learned
     variances = np.nanvar(rewards, axis=1, ddof=1)

@@ -703,7 +703,7 @@ def test_rounds_end_with_the_parameters_of_old_log_probs_of_every_row(pilots, po
         )
         trainer = GRPO.make(policy_path, args, replay_of(policy_path))
         if every_row:  # as where TRL computes them by itself
-            trainer._log_probs.begin_batch = lambda inputs, number: None
+            trainer._log_probs.needs_every_row = lambda: True
         trainer.train()
         ends.append(trainer)
     assert apart(*ends) < 5e-6
@@ -716,7 +716,7 @@ def test_trl_would_compute_old_log_probs_of_the_first_round_alone(policy_path, t
     rounds = {"snr_strategy": "nonzero", "snr_dynamic_sampling_rounds": 2}
     args = GRPO.args(tmp_path, **{**TRAINING, **layout, **rounds})
     trainer, counted = GRPO.make(policy_path, args, replay_of(policy_path)), []
-    trainer._micro_batches.count_ahead = lambda computed, plain: counted.append((computed, plain))
+    trainer._plan.count_ahead = lambda computed, plain: counted.append((computed, plain))
     trainer.train()
     computed, plain = zip(*counted, strict=True)
     assert sum(map(bool, plain)) == 1 < sum(map(bool, computed))

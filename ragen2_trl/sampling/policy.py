@@ -383,25 +383,47 @@ class Policy:
         self.order, self.pilots = order, pilots
         self.rounds, self.most_prompts, self.processes, self.unit = rounds, most_prompts, processes, unit
         self.choice: Choice | None = None  # among the prompts of the latest round
-        # The reward variances that prompt selection expected of the prompts that were sampled in full.
+        self.further = self.sampled = 0  # further rounds and prompts of the step
+        # The reward variances that prompt selection expected of the prompts of the latest round, sampled in full.
         self.predicted: list[float] | None = None
         self._of_prompts: dict[str, float] = {}  # metrics of the step's first ones
 
     def begin_step(self, count: int) -> list[int] | None:
         """Row numbers of a step's first prompts; `None` where they come from outside."""
-        self._of_prompts = {}
+        self._of_prompts, self.further, self.sampled = {}, 0, count
         if self.pilots is not None:
             self.pilots.begin_step()
         if self.order is None:
             return None
         self.order.begin_step()
-        return self.order.draw(count)
+        return self._draw(self.order, count)
 
-    def next_prompts(self, count: int) -> list[int]:
-        """Row numbers of further prompts for the same step."""
-        if self.order is None:
-            raise NotImplementedError("further prompts need the rows of a dataset")
-        return self.order.draw(count)
+    def next_round(self, missing: int, kept: int) -> int:
+        """Begin a further round (dynamic sampling: DAPO, arXiv 2503.14476).
+
+        Args:
+            missing: groups of the batch.
+            kept: groups of all prompts of the step so far.
+
+        Returns:
+            Its number of prompts, 0 where the batch is full or no round is left.
+        """
+        if missing <= 0 or self.further >= self.rounds:
+            return 0
+        size = round_size(missing, kept, self.sampled, self.most_prompts, self.unit, self.processes)
+        self.further, self.sampled = self.further + 1, self.sampled + size
+        return size
+
+    def next_prompts(self, rewards: Floats, count: int) -> list[int]:
+        """Row numbers of further prompts for the same step, once the latest round is learned, see `learn`."""
+        assert self.order is not None  # further prompts need the rows of a dataset
+        self.learn(rewards)
+        return self._draw(self.order, count)
+
+    def _draw(self, order: PromptOrder, count: int) -> list[int]:
+        numbers = order.draw(count)
+        self.predicted = None if order.predicted is None else order.predicted.tolist()
+        return numbers
 
     def choose(self, rewards: Floats, *key: int, fewest: int = 1) -> Choice:
         """The prompts of a round that are worth their remaining completions, see `Pilots.choose`."""
@@ -409,38 +431,18 @@ class Policy:
         known = rows = None
         if isinstance(self.order, PromptSelection):
             known, rows = self.order.posterior, self.order.rows
-        self.choice = self.pilots.choose(rewards, key, known, rows, fewest)
-        return self.choice
+        self.choice = choice = self.pilots.choose(rewards, key, known, rows, fewest)
+        if self.order is not None and self.order.predicted is not None:
+            self.predicted = self.order.predicted[choice.in_full].tolist()
+        return choice
 
     def learn(self, rewards: Floats) -> None:
         """Take in the rewards of the latest round: (P, G) over all processes, NaN for completions without one."""
         if self.order is not None:
             self.order.learn(rewards, 0 if self.pilots is None else self.pilots.count)
             self._of_prompts = self._of_prompts or self.order.metrics()
-            of_all = self.order.predicted
-            if of_all is not None:
-                self.predicted = (of_all if self.choice is None else of_all[self.choice.in_full]).tolist()
         if self.pilots is not None and self.choice is not None:
             self.pilots.learn(rewards, self.choice)
-
-    def fill(self, missing: int, kept: int, sampled: int, sample: Callable[[int], int]) -> tuple[int, int]:
-        """Sample further prompts until a batch has its groups, or no round is left (DAPO, arXiv 2503.14476).
-
-        Args:
-            missing: groups of the batch.
-            kept, sampled: groups and prompts of the step so far.
-            sample: from a number of prompts to the number of their groups that are kept.
-
-        Returns:
-            The number of rounds, and of prompts sampled in the step.
-        """
-        rounds = 0
-        while missing > 0 and rounds < self.rounds:
-            rounds += 1
-            size = round_size(missing, kept, sampled, self.most_prompts, self.unit, self.processes)
-            found = sample(size)
-            missing, kept, sampled = missing - found, kept + found, sampled + size
-        return rounds, sampled
 
     def metrics(self) -> dict[str, float]:
         """Of the step: of its first prompts, and of the pilots of all rounds."""

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from torch import Tensor
 from trl.trainer.utils import nanstd
 
-from ragen2_trl.rollout_events import group_rewards
-
 TOKEN_MEANS = ("kl", "sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/mean")
 """Means over the trainable tokens of a batch: RLOO's distance to the reference, and vLLM's to the policy."""
 
@@ -34,18 +32,22 @@ class Call(NamedTuple):
 
 
 def average(
-    metrics: dict[str, list[float]], calls: Sequence[Call], per_func: Tensor, weights: Tensor, names: Sequence[str]
+    metrics: dict[str, list[float]], calls: Sequence[Call], per_func: Tensor, sums: Tensor, names: Sequence[str]
 ) -> None:
     """Replace a generation's values of each metric by one: their mean over rows, or for `min` and `max` their extreme.
 
     Args:
         metrics: TRL's lists of values by name, for the next log row.
         calls: in the order of their ends.
-        per_func: (rows, F) rewards by function, of all completions that were scored.
-        weights: (F,) of the reward functions.
-        names: of the reward functions.
+        per_func: (rows, F) rewards by function, of all completions that were scored; NaN where there is none.
+        sums: (rows,) their weighted sums, NaN where there is none.
+        names: of the reward functions, of which two may have the same.
     """
-    exact = reward_metrics(per_func, weights, names)
+    exact: dict[str, list[float]] = defaultdict(list)
+    keys = [("reward", "reward_std"), *((f"rewards/{name}/mean", f"rewards/{name}/std") for name in names)]
+    for (mean, std), of_all in zip(keys, (sums, *per_func.T), strict=True):
+        exact[mean].append(of_all.nanmean().item())
+        exact[std].append(nanstd(of_all).item())
     for name, own in {name: _weights_of(name, metrics, calls) for name in metrics}.items():
         values, start = metrics[name], calls[0].counts.get(name, 0)
         if not own or len(values) != start + len(own):
@@ -74,23 +76,6 @@ def _part(name: str, metrics: Mapping[str, list[float]], counts: Mapping[str, in
     if name == "tools/failure_frequency":
         return metrics["tools/call_frequency"][counts["tools/call_frequency"] - 1]
     return 1
-
-
-def reward_metrics(per_func: Tensor, weights: Tensor, names: Sequence[str]) -> dict[str, list[float]]:
-    """TRL's metrics of rewards, by name.
-
-    Args:
-        per_func: (rows, F) rewards by function, NaN where there is none.
-        weights: (F,).
-        names: of the functions, of which two may have the same.
-    """
-    found: dict[str, list[float]] = defaultdict(list)
-    sums = group_rewards(per_func, weights, 1).flatten()
-    keys = [("reward", "reward_std"), *((f"rewards/{name}/mean", f"rewards/{name}/std") for name in names)]
-    for (mean, std), values in zip(keys, (sums, *per_func.T), strict=True):
-        found[mean].append(values.nanmean().item())
-        found[std].append(nanstd(values).item())
-    return found
 
 
 def _joined(name: str, values: tuple[float, ...], weights: tuple[float, ...]) -> float:

@@ -36,25 +36,28 @@ class Round:
 
     Args:
         inputs: TRL's rows of this process, G for each prompt; once prompts are chosen, the rows of these.
-        key: tells this round's draws from others of the run.
+        key: tells this round's draws from others of the run; the last one is its number in the step, from 0.
+        rewards: (P, G) by which groups are scored, over all processes, NaN for what was not sampled.
+        live: (rows,) bool of this process, rows of groups with varying rewards, once log-probs are asked for.
         pilot_rows: of this process. This and what follows with pilots.
         pilots: the scored pilots of all prompts over all processes, once they are sampled.
         metrics: metrics that reward functions logged for them (TRL's `log_metric`).
-        rewards: (P, G) by which groups are scored, over all processes, NaN for what was not sampled.
         in_full: (P,) bool, the chosen prompts.
         chosen: their numbers among this process's prompts.
-        given_up: (rows, F) rewards by function of the pilots whose prompts were not chosen, over all processes.
+        given_up: (rows, F) rewards by function and (rows,) sums of the pilots whose prompts were not chosen, over all
+            processes.
     """
 
     inputs: list[Row]
     key: tuple[int, ...]
+    rewards: Any = None
+    live: Tensor | None = None
     pilot_rows: int = 0
     pilots: Scored | None = None
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    rewards: Any = None
     in_full: Any = None
     chosen: list[int] = field(default_factory=list)
-    given_up: Tensor | None = None
+    given_up: tuple[Tensor, Tensor] | None = None
 
 
 class PromptSampler:
@@ -72,32 +75,37 @@ class PromptSampler:
         self.size: int = trainer.args.num_generations
         self.first = 0 if policy.pilots is None else policy.pilots.count  # completions of a pilot, G0
         self.place_of_texts = 2 if is_rloo(trainer) else 3  # in a result of `_generate`
-        self.asks_policy = policy.order is not None or policy.pilots is not None
         self.round: Round | None = None
         self.calls: list[Call] = []  # of TRL's methods, where a generation takes several
-        self.scored: list[Tensor] = []  # (rows, F) rewards by function over all processes, of each round
+        self.scored: list[tuple[Tensor, Tensor]] = []  # (rows, F) and (rows,) rewards of all processes, of each round
 
-    def begin_round(self, inputs: list[Row], number: int, key: tuple[int, ...]) -> None:
-        """TRL is about to sample these rows of this process, G for each prompt.
+    def begin_step(self, inputs: list[Row], *key: int) -> None:
+        """TRL is about to sample these rows of this process, G for each prompt, in a step's first round.
 
-        In the first round of a step, 0, they are replaced by those of the step's first prompts, in place: TRL's data
-        loader reads ahead and cannot know how many prompts a step needs.
+        They are replaced by the rows of the prompts that come next, in place: TRL's data loader reads ahead and cannot
+        know how many prompts a step needs. `key` tells the step's draws from others of the run.
         """
-        if number == 0:
-            self.policy.rounds = self.trainer.args.snr_dynamic_sampling_rounds  # it may be changed in a run
-            self.forget()
-            if self.first or self.policy.rounds:
-                self._note_call(0)
-            if self.asks_policy:
-                numbers = self.policy.begin_step(len(inputs) * self.accelerator.num_processes // self.size)
-                inputs[:] = inputs if numbers is None else self._own_rows(numbers)
-        self.round = Round(inputs, key)
-        if not self.first:
-            self._separate(inputs, range(len(inputs)))
+        self.policy.rounds = self.trainer.args.snr_dynamic_sampling_rounds  # it may be changed in a run
+        self.forget()
+        if self.first or self.policy.rounds:
+            self._note_call(0)
+        numbers = self.policy.begin_step(len(inputs) * self.accelerator.num_processes // self.size)
+        self._begin_round(inputs, inputs if numbers is None else self._own_rows(numbers), key)
 
-    def further(self, count: int) -> list[Row]:
-        """This process's rows of `count` more prompts for the same step, in number over all processes."""
-        return self._own_rows(self.policy.next_prompts(count))
+    def further(self, missing: int, kept: int) -> list[Row]:
+        """This process's rows of a further round of the step, see `Policy.next_round`; none where there is none."""
+        inputs: list[Row] = []
+        if count := self.policy.next_round(missing, kept):
+            numbers = self.policy.next_prompts(self._current().rewards, count)
+            self._begin_round(inputs, self._own_rows(numbers), self._current().key[:-1])
+        return inputs
+
+    def _begin_round(self, inputs: list[Row], rows: list[Row], key: tuple[int, ...]) -> None:
+        """Put the rows of a round into the list that TRL is given, and announce those that it samples first."""
+        inputs[:] = rows
+        self.round = Round(inputs, (*key, self.policy.further))
+        first = self.first or self.size
+        self._separate(inputs, [row for row in range(len(inputs)) if row % self.size < first])
 
     def _own_rows(self, numbers: list[int]) -> list[Row]:
         """This process's rows, G for each prompt: the same object until they are sampled."""
@@ -113,19 +121,15 @@ class PromptSampler:
     # In place of methods of TRL's
 
     def generate(self, generate: Generate, calculate: Calculate, prompts: list[Any]) -> tuple[Any, ...]:
-        """In place of `_generate`. With pilots, sample these of each prompt, then the remaining completions of chosen
-        ones.
+        """In place of `_generate`: sample the pilots of each prompt, then the remaining completions of chosen ones.
 
         Returns:
             Whole groups of the chosen prompts, whose rows `inputs` and `prompts` hold from now on.
         """
-        if not self.first:
-            generated: tuple[Any, ...] = self._counted(generate, prompts)
-            return generated
         current, trainer = self._current(), self.trainer
         inputs, first, size = current.inputs, self.first, self.size
         of_pilots = [row for row in range(len(inputs)) if row % size < first]
-        sampled = self._sample(of_pilots, first, generate, prompts)
+        sampled = self._sample(of_pilots, first, generate, prompts)  # their rows are announced
         completions = by_row(sampled, len(of_pilots))
         self._score_pilots(of_pilots, sampled, completions, calculate, prompts)
 
@@ -138,6 +142,7 @@ class PromptSampler:
             setattr(trainer, name, [values[row] for row in kept])
         inputs[:], prompts[:] = [inputs[row] for row in kept], [prompts[row] for row in kept]
         remaining = self._remaining()
+        self._separate(inputs, remaining)
         further = by_row(self._sample(remaining, size - first, generate, prompts), len(remaining))
         result: tuple[Any, ...] = of_rows(sampled, len(of_pilots), self._whole(completions, further))
         of_dropped = of_rows(sampled, len(of_pilots), dropped)  # they are in no batch
@@ -145,10 +150,7 @@ class PromptSampler:
         return result
 
     def calculate(self, calculate: Calculate, *rows: list[Any]) -> Tensor:
-        """In place of `_calculate_rewards`; with pilots it scores remaining completions. (B, F) of whole groups."""
-        if not self.first:
-            all_scored: Tensor = self._counted(calculate, *rows)
-            return all_scored
+        """In place of `_calculate_rewards`: score the remaining completions. (B, F) of whole groups."""
         current, remaining, first = self._current(), self._remaining(), self.first
         assert current.pilots is not None  # they were scored in `generate`
         scored, metrics = self._score(remaining, calculate, *([values[row] for row in remaining] for values in rows))
@@ -159,15 +161,15 @@ class PromptSampler:
         of_pilots = current.pilots.rewards_per_func.to(scored.rewards_per_func)
         groups, functions = of_pilots.view(-1, first, of_pilots.size(1)), of_pilots.size(1)
         chosen = torch.from_numpy(current.in_full).to(groups.device)
-        current.given_up = groups[~chosen].flatten(0, 1)
+        of_sums = current.pilots.sums.view(-1, first)
+        current.given_up = groups[~chosen].flatten(0, 1), of_sums[~chosen].flatten()
         of_remaining = scored.rewards_per_func.view(-1, self.size - first, functions)
         return torch.cat([groups[chosen], of_remaining], dim=1).flatten(0, 1)
 
     def _counted(self, call: Callable[..., Any], *rows: list[Any]) -> Any:
         """The result of a call for some rows, for which its metrics speak."""
         result = call(*rows)
-        if self.calls:
-            self._note_call(len(rows[0]))
+        self._note_call(len(rows[0]))
         return result
 
     def _note_call(self, rows: int, by_name: Mapping[str, float] | None = None) -> None:
@@ -187,31 +189,27 @@ class PromptSampler:
             NaN for completions that were not sampled.
         """
         scored, current = self.trainer.rollout_events.scored, self._current()
-        if self.calls:
-            given_up = [] if current.given_up is None else [current.given_up]
-            tokens = self.accelerator.reduce(lengths.sum(), reduction="sum").item()
-            self.scored.append(torch.cat([scored.rewards_per_func, *given_up]))
-            of_batch = {"frac_reward_zero_std": len(lengths), **dict.fromkeys(TOKEN_MEANS, tokens)}
-            self._note_call(len(self.scored[-1]), of_batch)
         rewards = self._to_score(scored, self.size, len(lengths))
-        return rewards, self.learn(rewards)
-
-    def learn(self, rewards: Tensor) -> Tensor:
-        """The second result of `end_round`, which the policy takes in, from the first."""
-        of_round = self._current().rewards
-        earned = rewards.double().cpu() if of_round is None else torch.from_numpy(of_round)
-        if self.asks_policy:
-            self.policy.learn(earned.numpy())
-        return earned
+        if current.rewards is None:
+            current.rewards = rewards.double().cpu().numpy()
+        if self.calls:
+            tokens = self.accelerator.reduce(lengths.sum(), reduction="sum").item()
+            of_batch = {"frac_reward_zero_std": len(lengths), **dict.fromkeys(TOKEN_MEANS, tokens)}
+            of_round = [(scored.rewards_per_func, scored.sums), *([current.given_up] if current.given_up else [])]
+            self.scored += of_round
+            self._note_call(sum(len(sums) for _, sums in of_round), of_batch)
+        return rewards, torch.from_numpy(current.rewards)
 
     def end_step(self) -> dict[str, float]:
         """Metrics of a step whose rounds are sampled; TRL's become means over what they speak for."""
-        trainer = self.trainer
-        if self.calls and (self.first or len(self.scored) > 1):
-            of_trainer = trainer.reward_weights, trainer.reward_func_names
-            average(trainer._metrics["train"], self.calls, torch.cat(self.scored), *of_trainer)
+        calls, scored, rewards = self.calls, self.scored, self._current().rewards
         self.forget()
-        return self.policy.metrics() if self.asks_policy else {}
+        self.policy.learn(rewards)
+        metrics = self.policy.metrics()
+        if calls and (self.first or self.policy.further):
+            per_func, sums = map(torch.cat, zip(*scored, strict=True))
+            average(self.trainer._metrics["train"], calls, per_func, sums, self.trainer.reward_func_names)
+        return metrics
 
     def forget(self) -> None:
         """No round is being sampled any more."""
@@ -240,7 +238,6 @@ class PromptSampler:
 
     def _sample(self, rows: list[int], members: int, generate: Generate, prompts: list[Any]) -> tuple[Any, ...]:
         """The result of TRL's `_generate` for some rows."""
-        self._separate(self._current().inputs, rows)
         with self._part(rows, members):
             result: tuple[Any, ...] = self._counted(generate, [prompts[row] for row in rows])
         return result

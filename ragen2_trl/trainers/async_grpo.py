@@ -196,7 +196,7 @@ class SNRFilteredAsyncGRPOTrainer(FilteredRun, AsyncGRPOTrainer):
             per_func = [group.rewards(name) for name in group.names]
             generator = seeded_generator(_DRAW, self.args.seed, rows[0].group_id + self._groups_before_resume)
             known = rewards, torch.stack(per_func, -1), lengths, generator, reward_range
-            scores, kept = strategy.select(Groups(*known, _no_entropies, group.rewards, group.advantages))
+            scores, kept = strategy.select(Groups(*known, _no_entropies, group.rewards(), group.advantages))
         if not strategy.keeps_trl_batch:
             kept_rows = kept[0, group.members]
             advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float64)

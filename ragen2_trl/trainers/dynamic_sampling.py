@@ -8,8 +8,6 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from ragen2_trl.trainers.batches import Batch, join, take
-from ragen2_trl.trainers.processes import forward_in_step
-from ragen2_trl.trainers.selection import Selection
 
 MAX_STALENESS = 1
 """Surplus groups are carried over to the next batch unless the policy has been updated more often than this since they
@@ -85,46 +83,62 @@ class DynamicSampling:
         self.waiting = KeptGroups(self.padding)
         self.waiting_since = 0  # optimizer steps when they were sampled
 
-    def fill(self, batch: Batch, rounds: list[Selection]) -> tuple[Batch, Tensor, dict[str, float]]:
-        """A batch of up to N kept groups, with spare rows where there are fewer.
+    def begin(self, batch: Batch, kept: Tensor) -> None:
+        """A step begins with the groups that wait and with its first ones, with pilots perhaps fewer than N.
 
         Args:
-            batch: the first rows that this process sampled.
-            rounds: the selection of these, with pilots perhaps of fewer than N groups; further rounds are added.
+            batch: the rows that this process sampled.
+            kept: (n, G) bool, over all processes.
+        """
+        self.stale, self.kept = 0, 0
+        if self.trainer.state.global_step - self.waiting_since > MAX_STALENESS:
+            self.waiting, self.stale = KeptGroups(self.padding), self.waiting.count
+        self.carried = self.waiting.count
+        self.add(batch, kept)
+
+    def add(self, batch: Batch, kept: Tensor) -> None:
+        """A further round is sampled; arguments as for `begin`."""
+        self.kept += self.waiting.add(with_logps_to_come(batch), kept, self.accelerator)
+        self.missing = self.groups - self.waiting.count
+
+    def filled(self, first: Batch) -> tuple[Batch, Tensor, dict[str, float]]:
+        """A batch of up to N kept groups, with spare rows where there are fewer. A call for all processes together.
+
+        Args:
+            first: the batch of `begin`.
 
         Returns:
             The batch, (rows,) bool for its rows that are trained on, and metrics.
         """
-        trainer, limit, pool, stale = self.trainer, self.groups, self.waiting, 0
-        sampler, step = trainer._sampler, trainer.state.global_step
-        if step - self.waiting_since > MAX_STALENESS:
-            pool, stale = KeptGroups(self.padding), pool.count
-        carried = pool.count
-        first = with_logps_to_come(batch)
-        found = pool.add(first, rounds[0].kept, self.accelerator)
-
-        def add_round(count: int) -> int:
-            batch, _ = trainer._take_round(sampler.further(count))
-            return pool.add(with_logps_to_come(batch), rounds[-1].kept, self.accelerator)
-
-        number, sampled = sampler.policy.fill(limit - pool.count, found, limit, add_round)
-        used, self.waiting, self.waiting_since = pool.part(0, limit), pool.part(limit, 2 * limit), step
+        pool, limit, first, trainer = self.waiting, self.groups, with_logps_to_come(first), self.trainer
+        used, self.waiting, self.waiting_since = (
+            pool.part(0, limit),
+            pool.part(limit, 2 * limit),
+            trainer.state.global_step,
+        )
         surplus = max(0, pool.count - limit)
         micro_steps = self.args.steps_per_generation * trainer.num_iterations
         if micro_steps // self.args.gradient_accumulation_steps > MAX_STALENESS:  # updates: too old by the next time
-            self.waiting, stale, surplus = KeptGroups(self.padding), stale + surplus, 0
-        self.waiting.rows = self._filled_in(self.waiting.rows, first)  # now: their policy is about to change
+            self.waiting, self.stale, surplus = KeptGroups(self.padding), self.stale + surplus, 0
+        batch, own = self._laid_out(used, first)
+        if has_logps_to_come(first):
+            fill = trainer._log_probs.filled_in
+            self.waiting.rows = fill(self.waiting.rows, first)  # now: their policy is about to change
+            if self.carried:  # rows of an older policy need ratios, so that all rows need the log-probs of theirs
+                batch = fill(batch, first)
+            else:
+                del batch["old_per_token_logps"]
         metrics = {
-            "sampling_rounds": float(number),
+            "sampling_rounds": float(trainer._sampler.policy.further),
             "trained_groups": float(used.count),
-            "carried_groups": float(carried),
+            "carried_groups": float(self.carried),
             "waiting_groups": float(surplus),
-            "stale_groups": float(stale),
-            "prompts_used": float(sampled),
+            "stale_groups": float(self.stale),
+            "prompts_used": float(trainer._sampler.policy.sampled),
         }
-        return *self._laid_out(used, first, carried > 0), metrics
+        return batch, own, metrics
 
-    def _laid_out(self, used: KeptGroups, batch: Batch, carried: bool) -> tuple[Batch, Tensor]:
+    def _laid_out(self, used: KeptGroups, batch: Batch) -> tuple[Batch, Tensor]:
         """This process's rows of the groups, filled up with rows of `batch` that are not trained on."""
         spare, steps = len(batch["prompt_ids"]), self.args.steps_per_generation
         own = len(used.numbers)
@@ -134,27 +148,7 @@ class DynamicSampling:
         if size > own:
             parts.append(take(batch, [row % spare for row in range(size - own)], self.padding[1]))
         laid_out = take(join(parts, self.padding[0]), list(range(size)), self.padding[1])
-        if carried:  # rows of an older policy need ratios, so that all rows need the log-probs of their policies
-            filled = self._filled_in(laid_out, batch)
-            assert filled is not None  # as a batch was given
-            laid_out = filled
-        elif has_logps_to_come(batch):
-            del laid_out["old_per_token_logps"]
         return laid_out, torch.arange(size, device=self.accelerator.device) < own
-
-    def _filled_in(self, batch: Batch | None, spare: Batch) -> Batch | None:
-        """The batch with log-probs under the present policy for rows without any. A call for all processes."""
-        if not has_logps_to_come(spare):
-            return batch
-        rows = [] if batch is None else batch["old_per_token_logps"].isnan().any(dim=1).nonzero().squeeze(1).tolist()
-        size, logps = self.args.per_device_train_batch_size, self.trainer._log_probs.now
-        computed = forward_in_step(logps, batch, rows, take(spare, [0]), size, self.accelerator)
-        if batch is None or not rows:
-            return batch
-        assert computed is not None  # of a batch
-        filled = batch["old_per_token_logps"].clone()
-        filled[rows] = computed[rows].to(filled)
-        return {**batch, "old_per_token_logps": filled}
 
     def state(self) -> WaitingState:
         """State for a checkpoint, of this process."""

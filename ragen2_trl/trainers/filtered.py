@@ -12,12 +12,12 @@ from typing import Any, ClassVar, TypedDict
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 
-from ragen2_trl.columns import GENERATION, TURN_SAMPLES
-from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, Scored, extend, group_rewards
+from ragen2_trl.columns import TURN_SAMPLES
+from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, extend
 from ragen2_trl.sampling.policy import Pilots, Policy, PromptOrder, PromptSelection
 from ragen2_trl.sampling.sampler import PromptSampler, permutations_of_trl
 from ragen2_trl.trainers.batches import Batch, sampled_tokens
@@ -37,8 +37,7 @@ from ragen2_trl.trainers.dynamic_sampling import DynamicSampling
 from ragen2_trl.trainers.empty_steps import EmptySteps
 from ragen2_trl.trainers.generation import keeping_vllm_awake, reading_prompts_once, reads_prompts_once
 from ragen2_trl.trainers.log_probs import LogProbs
-from ragen2_trl.trainers.micro_batches import MicroBatches, MicroBatchState
-from ragen2_trl.trainers.plans import KEPT, DropPlan, LossMean, MicroStep
+from ragen2_trl.trainers.plans import KEPT, DropPlan, LossMean, MicroStep, PlanState
 from ragen2_trl.trainers.runs import FilteredRun
 from ragen2_trl.trainers.selection import (
     Groups,
@@ -59,7 +58,7 @@ class OwnState(TypedDict):
 
     step: int
     buffered_inputs: list[Batch] | None
-    micro_batches: MicroBatchState | None
+    micro_batches: PlanState | None
 
 
 class SNRFilter(FilteredRun):
@@ -75,16 +74,15 @@ class SNRFilter(FilteredRun):
 
     _sampler: PromptSampler
     _plan: DropPlan
-    _micro_batches: MicroBatches
     _micro_step: MicroStep | None  # of the micro-batch that is about to be computed
     _is_weighted: bool  # whether its loss has come through `_loss_of_kept_rows`
     _empty_steps: EmptySteps
     _log_probs: LogProbs
     _dynamic_sampling: DynamicSampling | None
+    _rounds: list[Selection]  # of the generation that is, or was last, sampled for training
 
     # Defaults of the class: a trainer that was made without `__init__`, as in TRL's unit tests, has TRL's own hooks.
     _is_made: bool = False
-    _rounds: list[Selection] | None = None  # of the generation that is being sampled for training
     _shared_prompts: SharedPrompts | None = None
     _reads_prompts_once: bool = False
     _in_loss: bool = False
@@ -103,15 +101,16 @@ class SNRFilter(FilteredRun):
             made = KEPT in self._buffered_inputs[0] or (self._strategy.keeps_trl_batch and generation > 0)
             if self._empty_steps.generation == generation and not made:
                 raise super_not_called(self, "_generate_and_score_completions")
-            self._check_sharing(self._buffered_inputs[0])
-            self._micro_batches.begin_generation(self._buffered_inputs, self._strategy.keeps_trl_batch)
+            if self._shared_prompts is not None:
+                self._check_sharing(self._buffered_inputs[0])
+            self._plan.begin_generation(self._buffered_inputs, self._strategy.keeps_trl_batch)
         number = self._step % self.args.steps_per_generation
         if number == 0:
             left_to_step = self.current_gradient_accumulation_steps - self._empty_steps.position
-            self._buffered_inputs = self._micro_batches.begin_pass(
-                self._buffered_inputs, left_to_step, self._empty_steps.has_rows
-            )
-        self._micro_step, self._is_weighted = self._micro_batches.step(number), False
+            has_rows = self._empty_steps.has_rows
+            self._buffered_inputs = self._plan.begin_pass(self._buffered_inputs, left_to_step, has_rows)
+        steps = self._plan.steps
+        self._micro_step, self._is_weighted = MicroStep() if steps is None else steps[number], False
         self._empty_steps.count(self._micro_step)
         return self._buffered_inputs[number]
 
@@ -126,98 +125,70 @@ class SNRFilter(FilteredRun):
                 return self._sample_generation(inputs)
             self.rollout_events.tell("on_rows", inputs)
             evaluated: Batch = super()._generate_and_score_completions(inputs)
-            self._number_completions(len(inputs), None)
+            self.rollout_events.number(len(inputs), None)
             return evaluated
         except BaseException:  # Ctrl-C, too: nothing of these completions may reach a later call
-            self._log_probs.end_batch()
             self._sampler.forget()
             for collected in (self._pending_extra_logs, self._pending_metrics, self._metrics[mode]):
                 collected.clear()
             raise
-        finally:
-            self._rounds = None
 
     def _sample_generation(self, inputs: list[dict[str, Any]]) -> Batch:
         """A batch for training: TRL's, of all rounds, with the rows marked that the loss is a mean over."""
-        self._rounds = rounds = list[Selection]()
-        sampler = self._sampler
+        self._rounds, sampler, dynamic = [], self._sampler, self._dynamic_sampling
+        sampler.begin_step(inputs, self.state.global_step, self._empty_steps.position)
         batch, kept = self._take_round(inputs)
-        metrics: dict[str, float] = {}
-        trained = int(rounds[0].kept.any(dim=1).sum())
-        if self._dynamic_sampling is not None:
-            batch, kept, metrics = self._dynamic_sampling.fill(batch, rounds)
+        metrics, trained = dict[str, float](), int(kept.any(dim=1).sum())
+        if dynamic is None:
+            own = self._local(kept.flatten()).to(batch["advantages"].device)
+        else:
+            dynamic.begin(batch, kept)
+            while further := sampler.further(dynamic.missing, dynamic.kept):
+                dynamic.add(*self._take_round(further))
+            batch, own, metrics = dynamic.filled(batch)
             trained = int(metrics["trained_groups"])
         metrics = sampler.end_step() | metrics
-        self.latest_selection = joined_selections(rounds)
+        self.latest_selection = joined_selections(self._rounds)
         self._empty_steps.begin_generation(trained, metrics | self._strategy.metrics(self.latest_selection))
         if not self._strategy.keeps_trl_batch or TURN_SAMPLES in batch:  # plain TRL's batch stays as it is
             if self._strategy.is_trl_update:
-                kept = torch.ones_like(kept)
+                own = torch.ones_like(own)
             if TURN_SAMPLES in batch:
-                batch, kept = with_turn_samples(self, batch, kept)
-            batch = self._plan.marked(batch, kept)
-        self._finish_advantages(batch)
+                batch, own = with_turn_samples(self, batch, own)
+            batch = self._plan.marked(batch, own)
         return batch
 
     def _take_round(self, inputs: list[dict[str, Any]]) -> tuple[Batch, Tensor]:
         """TRL's batch of the next round, with advantages as if it held the groups alone that the round selects.
 
         Returns:
-            The batch, and (rows,) bool, its rows that are selected.
+            The batch, and (n, G) bool, the completions over all processes that are selected; with pilots of the
+            prompts that were sampled in full.
         """
-        assert self._rounds is not None  # a generation is being sampled
         number = len(self._rounds)
-        key = self.state.global_step, self._empty_steps.position, number  # tells the round from others of the run
-        self._sampler.begin_round(inputs, number, key)
         batch = self._sample_round(inputs, number)
-        scored, lengths = self.rollout_events.scored, sampled_tokens(batch)
-        assert scored is not None  # the round has been scored
+        lengths = sampled_tokens(batch)
         rewards, earned = self._sampler.end_round(lengths)
         if number == 0:
             self.rollout_events.rollout(inputs, batch)
-        gather, shape = self.accelerator.gather, rewards.shape
-        groups = Groups(
-            rewards,
-            scored.rewards_per_func.view(*shape, -1),
-            gather(lengths).cpu().view(shape),
-            seeded_generator(self.args.seed, *key),
-            None,
-            lambda: self._log_probs.mean_entropies(batch).view(shape),
-            lambda: self._exact_sums(scored),
-            lambda: gather(batch["advantages"]).view(shape).cpu(),
-        )
-        selection = self._select(groups, earned)
+        selection = self._select(batch, lengths, rewards, earned)
         self._rounds.append(selection)
-        kept, sums = selection.kept, scored.sums.view(shape)
-        own = self._local(kept.flatten()).to(batch["advantages"].device)
+        kept, scored = selection.kept, self.rollout_events.scored
+        assert scored is not None  # the round has been scored
         if self._strategy.zeroes_advantages:
+            own = self._local(kept.flatten()).to(batch["advantages"].device)
             batch["advantages"] = batch["advantages"].masked_fill(~own, 0.0)
         in_mean = torch.ones_like(kept) if self._strategy.is_trl_update else kept
-        self._set_advantages(inputs, batch, replace(selection, rewards=sums, kept=in_mean))
-        return batch, own
-
-    def _select(self, groups: Groups, earned: Tensor) -> Selection:
-        """The completions of a round to train on, the same on every process.
-
-        Args:
-            groups: that were sampled in full.
-            earned: (P, G) rewards of all prompts of the round, NaN for completions that were not sampled.
-        """
-        assert self.rollout_events.scored is not None  # the round has been scored
-        scores, kept = self._strategy.select(replace(groups, reward_range=self._strategy.see(earned)))
-        if not self._strategy.keeps_trl_batch:
-            kept = kept & ~self.rollout_events.scored.failed.cpu().view(kept.shape)
-        if self._strategy.own_selector is not None and self.accelerator.num_processes > 1:
-            # Somebody's function may draw from anywhere: processes that select differently wait for ever.
-            (kept,) = broadcast_object_list([kept])
-        return Selection(groups.rewards, scores, kept, groups.lengths, self._sampler.policy.predicted)
+        self._set_advantages(inputs, batch, replace(selection, rewards=scored.sums.view(kept.shape), kept=in_mean))
+        return batch, kept
 
     def _sample_round(self, inputs: list[dict[str, Any]], number: int) -> Batch:
         """TRL's batch of a round, from 0; with pilots `inputs` become the rows that were sampled in full."""
-        self._log_probs.begin_batch(inputs, number)
         batch: Batch = super()._generate_and_score_completions(inputs)
-        self._number_completions(len(inputs), self._empty_steps.generation + 1)
-        self._log_probs.end_batch(batch)
+        self.rollout_events.number(len(inputs), self._empty_steps.generation + 1)
+        current = self._sampler.round
+        if current is not None and current.live is not None:
+            batch = self._log_probs.without_dead(batch, current.live)
         if len(batch["advantages"]) != len(inputs):
             raise RuntimeError(
                 f"_generate_and_score_completions made a batch of {len(batch['advantages'])} rows from {len(inputs)}; "
@@ -227,33 +198,53 @@ class SNRFilter(FilteredRun):
             batch[TURN_SAMPLES] = [row[TURN_SAMPLES] for row in inputs]
         return batch
 
-    def _number_completions(self, rows: int, generation: int | None) -> None:
-        """Number this process's latest completions in TRL's table, unless a reward function logs such a column."""
-        scored = self.rollout_events.scored
-        if scored is None or GENERATION not in scored.columns:
-            self._logs["extra"][GENERATION].extend(gather_object([generation] * rows))
+    def _select(self, batch: Batch, lengths: Tensor, rewards: Tensor, earned: Tensor) -> Selection:
+        """The completions of a round to train on, the same on every process.
+
+        Args:
+            batch: TRL's, of the groups that were sampled in full.
+            lengths: (rows,) tokens that the model wrote, of this process.
+            rewards: (n, G) by which these groups are scored, over all processes.
+            earned: (P, G) rewards of all prompts of the round, NaN for completions that were not sampled.
+        """
+        scored, strategy, shape = self.rollout_events.scored, self._strategy, rewards.shape
+        assert scored is not None  # the round has been scored
+        gather, position = self.accelerator.gather, self._empty_steps.position
+        clip = getattr(self, "reward_clip_range", None)  # RLOO clips before it makes advantages
+        sums = scored.exact_sums.clamp(*clip) if clip else scored.exact_sums
+        groups = Groups(
+            rewards,
+            scored.rewards_per_func.view(*shape, -1),
+            gather(lengths).cpu().view(shape),
+            seeded_generator(self.args.seed, self.state.global_step, position, len(self._rounds)),
+            strategy.see(earned),
+            lambda: self._log_probs.mean_entropies(batch).view(shape),
+            sums.view(shape),
+            lambda: gather(batch["advantages"]).view(shape).cpu(),
+        )
+        scores, kept = strategy.select(groups)
+        if not strategy.keeps_trl_batch:
+            kept = kept & ~scored.failed.cpu().view(shape)
+        if strategy.own_selector is not None and self.accelerator.num_processes > 1:
+            # Somebody's function may draw from anywhere: processes that select differently wait for ever.
+            (kept,) = broadcast_object_list([kept])
+        return Selection(rewards, scores, kept, groups.lengths, self._sampler.policy.predicted)
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        plain, calculate, trains = super()._generate, super()._calculate_rewards, self._samples_to_train
+        plain, calculate, pilots = super()._generate, super()._calculate_rewards, self._samples_pilots
         awake = keeping_vllm_awake(self) if getattr(self, "vllm_generation", None) else nullcontext()
         with awake, reading_prompts_once(self) if self._reads_prompts_once else nullcontext():
-            sampled: tuple[Any, ...] = self._sampler.generate(plain, calculate, prompts) if trains else plain(prompts)
+            sampled: tuple[Any, ...] = self._sampler.generate(plain, calculate, prompts) if pilots else plain(prompts)
         return sampled
 
     def _calculate_rewards(self, *rows: list[Any]) -> Tensor:
         calculate = super()._calculate_rewards
-        rewards: Tensor = self._sampler.calculate(calculate, *rows) if self._samples_to_train else calculate(*rows)
+        rewards: Tensor = self._sampler.calculate(calculate, *rows) if self._samples_pilots else calculate(*rows)
         return rewards
 
     @property
-    def _samples_to_train(self) -> bool:
-        return self._is_made and self.model.training
-
-    def _exact_sums(self, scored: Scored) -> Tensor:
-        """(N, G) weighted reward sums in float64, which do not depend on the order of functions."""
-        sums = group_rewards(scored.rewards_per_func.double(), self.reward_weights.double(), self.num_generations)
-        clip = getattr(self, "reward_clip_range", None)  # RLOO clips before it makes advantages
-        return sums.clamp(*clip) if clip else sums
+    def _samples_pilots(self) -> bool:
+        return self._is_made and self.model.training and self._sampler.first > 0
 
     def _local(self, values: Tensor) -> Tensor:
         """This process's part of values over the rows of all processes. (B,) -> (rows,)."""
@@ -275,7 +266,8 @@ class SNRFilter(FilteredRun):
         """(rows, T) log-probs and entropies in nats, and the router loss."""
         rows = model, input_ids, attention_mask, logits_to_keep
         is_plain = not compute_aux_loss and all(value is None for value in images.values())
-        if batch_size is not None and self._rounds is not None:  # only TRL's calls for a whole generation give one
+        # Only TRL's calls for a whole generation give a size, and only for training is a round sampled.
+        if batch_size is not None and self._is_made and self._sampler.round is not None:
             of_live = self._log_probs.of_generation(rows, batch_size, is_plain)
             if of_live is not None:
                 return of_live, None, None
@@ -309,10 +301,10 @@ class SNRFilter(FilteredRun):
         if not step.runs:
             # A leaf of its own: TRL's training step runs backward on it and reaches no parameter.
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
-        counted = nullcontext() if self._micro_batches.steps is None else self._empty_steps.means_of(step.kept)
+        counted = nullcontext() if self._plan.steps is None else self._empty_steps.means_of(step.kept)
         self._in_loss = True
         try:
-            with self._micro_batches.gathering(), counted:
+            with self._plan.gathering(), counted:
                 loss = compute_loss(model, inputs, *args, **kwargs)
         finally:
             self._in_loss = False
@@ -322,7 +314,7 @@ class SNRFilter(FilteredRun):
         """Before an optimizer step: no micro-batch may have escaped the weights."""
         if self._micro_step is None:
             raise super_not_called(self, "_prepare_inputs")
-        if self._micro_batches.steps is not None and not self._is_weighted:
+        if self._plan.steps is not None and not self._is_weighted:
             raise RuntimeError(
                 f"{type(self).__name__}.training_step has not called self.compute_loss or self._compute_loss of this "
                 "trainer, which weigh the kept rows; allowed: to call one of them."
@@ -359,9 +351,6 @@ class SNRFilter(FilteredRun):
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: Batch, selection: Selection) -> None:
         """Recompute the advantages of a round as if its batch held only the groups of the plan's mean."""
 
-    def _finish_advantages(self, batch: Batch) -> None:
-        """Adapt advantages to all kept groups of the step, dynamic sampling included."""
-
     @property
     def _loss_mean(self) -> LossMean:
         """The mean that the loss is, before micro-batches are averaged."""
@@ -372,7 +361,7 @@ class SNRFilter(FilteredRun):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         check_loss_of_trl(type(self), self.args)
         check_enough_prompts(self.train_dataset, self.args)
-        if self._empty_steps.position and self._micro_batches.steps is not None:
+        if self._empty_steps.position and self._plan.steps is not None:
             # An optimizer step was interrupted: its micro-batches are cut for the rest of it.
             self._step, self._buffered_inputs = 0, None
         self._begin_run()
@@ -423,7 +412,7 @@ class SNRFilter(FilteredRun):
         own: OwnState = {"step": self._step, "buffered_inputs": None, "micro_batches": None}
         if self._step % (self.args.steps_per_generation * self.num_iterations) != 0:
             # A checkpoint in the middle of a generation batch takes it along; else TRL samples again.
-            own |= {"buffered_inputs": self._buffered_inputs, "micro_batches": self._micro_batches.state()}
+            own |= {"buffered_inputs": self._buffered_inputs, "micro_batches": self._plan.state()}
         self._run_state.save(folder, self.accelerator.process_index, self._batch_layout(), own)
 
     def _load_run_state(self, folder: str | None) -> None:
@@ -431,7 +420,7 @@ class SNRFilter(FilteredRun):
         if own is not None:
             self._step, self._buffered_inputs = own["step"], own["buffered_inputs"]
             if own["micro_batches"] is not None:
-                self._micro_batches.load(own["micro_batches"])
+                self._plan.load(own["micro_batches"])
         if self._buffered_inputs is not None:  # in the middle of a generation batch, which is not checked again
             self._check_sharing(self._buffered_inputs[0])
 
@@ -466,7 +455,6 @@ class SNRFilter(FilteredRun):
         shared = SharedPrompts(self.accelerator, self.model) if shares_prompts(self) else None
         self._shared_prompts, self._reads_prompts_once = shared, reads_prompts_once(self)
         self._plan = strategy_class(self.args).plan(self)
-        self._micro_batches = MicroBatches(self)
         self._empty_steps, self._log_probs = EmptySteps(self), LogProbs(self)
         self._begin_run()
         self._is_made = True

@@ -1,14 +1,17 @@
-"""A plan turns the kept rows of a generation batch into micro-steps with weights.
+"""A plan turns the kept rows of a generation batch into micro-batches with weights, pass by pass over it.
 
 TRL makes the mean over equal micro-batches. A plan deals rows of similar length to as few micro-batches as they need,
 trims their padding, and gives each the weight that makes TRL's mean come out right. `DropPlan` makes it the mean over
-the kept rows, `LosslessPlan` TRL's own mean over all rows, of which it computes those with an advantage.
+the kept rows, `LosslessPlan` TRL's own mean over all rows, of which it computes those with an advantage. Weights stay
+here, beside the batch and not in it: they are applied to the loss after everything a trainer or its subclasses do to
+it.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from accelerate.utils import gather_object
@@ -26,7 +29,7 @@ from ragen2_trl.trainers.batches import (
     without_loss,
 )
 from ragen2_trl.trainers.dealing import Sharing, deal_rows
-from ragen2_trl.trainers.processes import exchange_rows
+from ragen2_trl.trainers.processes import exchange_rows, gathering_uneven_rows
 from ragen2_trl.trainers.trl_contract import overridden
 
 KEPT = "snr_kept"  # (rows,) bool in TRL's batch, rows in the mean: shuffled and split together with the rows
@@ -60,6 +63,15 @@ class MicroStep(NamedTuple):
 SKIPPED = MicroStep(weight=0.0, kept=0, runs=False)
 
 
+class PlanState(TypedDict):
+    """State of a plan in a checkpoint, micro-steps by the fields of `MicroStep`."""
+
+    steps: list[tuple[float, int, bool]] | None
+    dealt: list[tuple[float, int, bool]]
+    segments: list[int]
+    generated: list[Batch] | None
+
+
 class DropPlan:
     """The mean is over the kept rows, and only these are computed.
 
@@ -84,6 +96,14 @@ class DropPlan:
             "keep_positions": self.keeps_positions,
             "longest_trimmed": self.longest_trimmed,
         }
+        self._ahead = (0, 0)  # positions computed before the next pass, and those of plain TRL
+        self._forget()
+
+    def _forget(self) -> None:
+        self.steps: list[MicroStep] | None = None  # of each micro-batch; `None`: TRL's stand as they are
+        self.segments: list[int] = []  # of the last pass
+        self.dealt: list[MicroStep] = []  # of the last pass
+        self.generated: list[Batch] | None = None  # TRL's own micro-batches, as long as a pass over them is to come
 
     def marked(self, batch: Batch, in_mean: Tensor) -> Batch:
         """The batch with `KEPT`, and divided by these rows' tokens where TRL's loss divides by all tokens of a batch.
@@ -95,6 +115,73 @@ class DropPlan:
             tokens = (loss_mask(batch).sum(dim=1) * in_mean).sum()
             batch["num_items_in_batch"] = self.accelerator.reduce(tokens, reduction="sum")
         return batch
+
+    def begin_generation(self, micro_batches: list[Batch], is_neutral: bool) -> None:
+        """Take TRL's own micro-batches of a new generation batch.
+
+        Args:
+            micro_batches: of this process.
+            is_neutral: whether the batch is to stay TRL's.
+
+        Raises:
+            RuntimeError: where a subclass has lost `KEPT`.
+        """
+        self._forget()
+        missing = [batch for batch in micro_batches if KEPT not in batch]
+        if missing and not is_neutral:
+            raise RuntimeError(
+                f"The generation batch has the keys {sorted(missing[0])}; {KEPT!r}, the filter's mark, must be "
+                "left in it by _generate_and_score_completions."
+            )
+        if not missing:
+            self.generated = micro_batches
+
+    def begin_pass(self, micro_batches: list[Batch], left_to_step: int, has_rows: bool) -> list[Batch]:
+        """As many micro-batches for one pass over the generation batch. A call for all processes together.
+
+        Args:
+            micro_batches: `steps_per_generation` of them: at first TRL's own, then the last pass's.
+            left_to_step: micro-steps until the next optimizer step, the first of this pass included.
+            has_rows: whether earlier micro-steps of that optimizer step had kept rows.
+        """
+        args, generated = self.trainer.args, self.generated
+        if generated is None:
+            self._announce(micro_batches, micro_batches, args.generation_batch_size)
+            return micro_batches
+        segments = accumulation_segments(len(generated), left_to_step, args.gradient_accumulation_steps)
+        ends_step = segments[0] == left_to_step
+        # A further pass mostly cuts as the last one did: its rows are where they belong.
+        if segments != self.segments or self.cuts_every_pass:
+            self.segments = segments
+            micro_batches, self.dealt = self.cut(generated, segments, ends_step)
+        self.steps = steps = list(self.dealt)
+        if ends_step and has_rows and not any(step.runs for step in steps[:left_to_step]):
+            # Earlier generation batches of this optimizer step had rows: its last micro-step runs, in which gradients
+            # synchronise and TRL closes the step's books.
+            steps[left_to_step - 1] = MicroStep(weight=0.0, kept=0)
+        computed = [batch for batch, step in zip(micro_batches, steps, strict=True) if step.runs]
+        self._announce(computed, generated, sum(step.kept for step in steps))
+        return micro_batches
+
+    def positions(self, batches: list[Batch]) -> int:
+        """Positions that forward passes over the batches compute."""
+        shared = self.trainer._shared_prompts
+        return sum(map(padded_size if shared is None else shared.positions, batches))
+
+    def count_ahead(self, computed: int, plain: int) -> None:
+        """Count positions of a pass for log-probs with the next pass of the update, on this process."""
+        self._ahead = self._ahead[0] + computed, self._ahead[1] + plain
+
+    def _announce(self, computed: list[Batch], of_trl: list[Batch], rows: int) -> None:
+        """Say what a pass over these micro-batches computes in place of TRL's, and on how many rows it trains."""
+        trainer, device = self.trainer, self.accelerator.device
+        own = torch.tensor([self.positions(computed), sum(map(padded_size, of_trl))], device=device)
+        own, self._ahead = own + torch.tensor(self._ahead, device=device), (0, 0)
+        positions, plain = self.accelerator.reduce(own, reduction="sum").tolist()
+        if trainer._shared_prompts is not None:
+            trainer._shared_prompts.announce(positions, plain)
+        trainer._empty_steps.log({"update_compute_fraction": positions / plain})
+        trainer.rollout_events.tell("on_pass", positions, plain, rows)
 
     def cut(self, generated: list[Batch], segments: list[int], ends_step: bool) -> tuple[list[Batch], list[MicroStep]]:
         """The micro-batches of a pass, as many as TRL's, and the plan for each. A call for all processes together.
@@ -128,8 +215,9 @@ class DropPlan:
         is_narrow = sum(map(max, zip(*padded, strict=True))) <= self.longest_trimmed
         sharing = Sharing(prompts, min(budgets)) if all(serves) and is_narrow else None
         deal = deal_rows(lengths, segments, most, fixed, sharing)
-        # (process, number of its computed rows) -> row of `held`
-        held, place = exchange_rows(rows, own, deal, accelerator, pad_token_id, multiple)
+        held, place = rows, {(0, number): row for number, row in enumerate(own)}  # of a single process
+        if accelerator.num_processes > 1:
+            held, place = exchange_rows(rows, own, deal, accelerator, pad_token_id, multiple)
 
         cut, steps = [], []
         for of_processes in deal:
@@ -170,6 +258,25 @@ class DropPlan:
         row = take(join(generated[:1], self.padding[0]), [0])
         row = without_loss(row, torch.ones_like(row.pop(KEPT)))
         return {**row, "advantages": torch.zeros_like(row["advantages"])}
+
+    def gathering(self) -> AbstractContextManager[None]:
+        """Around the loss of a micro-batch: processes may have unequal numbers of rows."""
+        several = self.steps is not None and self.accelerator.num_processes > 1
+        return gathering_uneven_rows(self.accelerator) if several else nullcontext()
+
+    def state(self) -> PlanState:
+        """State for a checkpoint in the middle of a generation batch, of this process."""
+        return {
+            "steps": None if self.steps is None else [(*step,) for step in self.steps],
+            "dealt": [(*step,) for step in self.dealt],
+            "segments": self.segments,
+            "generated": self.generated,
+        }
+
+    def load(self, state: PlanState) -> None:
+        self.steps = None if state["steps"] is None else [MicroStep(*step) for step in state["steps"]]
+        self.dealt = [MicroStep(*step) for step in state["dealt"]]
+        self.segments, self.generated = state["segments"], state["generated"]
 
 
 class LosslessPlan(DropPlan):
@@ -214,3 +321,25 @@ def _has_advantage(batch: Batch) -> Tensor:
     kept: Tensor = batch[KEPT]
     has: Tensor = (batch["advantages"].reshape(len(kept), -1) != 0).any(dim=1)
     return kept & has & loss_mask(batch).any(dim=1)
+
+
+def accumulation_segments(num_micro_steps: int, left_in_window: int, accumulation: int) -> list[int]:
+    """Cut the micro-steps of one pass over a generation batch at the optimizer steps.
+
+    Args:
+        num_micro_steps: micro-steps of the pass, TRL's `steps_per_generation`.
+        left_in_window: micro-steps until the next optimizer step, this one included.
+        accumulation: micro-steps from one optimizer step to the next, `gradient_accumulation_steps`.
+
+    Returns:
+        Lengths that sum to `num_micro_steps`; each segment but the last ends with an optimizer step.
+
+    >>> accumulation_segments(8, 4, 4)  # two optimizer steps on one generation batch
+    [4, 4]
+    >>> accumulation_segments(2, 3, 4)  # the optimizer step comes after the next generation batch
+    [2]
+    >>> accumulation_segments(4, 1, 3)  # windows and generation batches out of step
+    [1, 3]
+    """
+    cuts = [0, *range(left_in_window, num_micro_steps, accumulation), num_micro_steps]
+    return [stop - start for start, stop in pairwise(cuts)]

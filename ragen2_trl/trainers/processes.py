@@ -1,4 +1,4 @@
-"""What processes do together: hand rows to one another, and run forward passes equally often."""
+"""What processes do together: hand rows to one another, and gather values of unequal numbers of rows."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import gather_object, recursively_apply, send_to_device
+from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor
 
 from ragen2_trl.rollout_events import extend
@@ -96,49 +96,6 @@ def _pack(parcel: Any) -> torch.Tensor:
 
 def _unpack(message: torch.Tensor) -> Any:
     return torch.load(io.BytesIO(message.cpu().numpy().tobytes()), weights_only=True)
-
-
-def forward_in_step(
-    forward: Callable[[Batch], Tensor],
-    batch: Batch | None,
-    rows: list[int],
-    spare: Batch,
-    size: int,
-    accelerator: Accelerator,
-    fill: float = 0.0,
-    **trimming: Any,
-) -> Tensor | None:
-    """A forward pass over some rows of a batch, as often on every process as on every other.
-
-    Sharded models need all processes for each pass. A call for all processes together.
-
-    Args:
-        forward: from a batch of R rows with T completion tokens to (R, T).
-        batch: this process's rows, or `None` where it has none.
-        rows: of the batch, any number.
-        spare: a batch to run where another process has more rows.
-        size: most rows of a pass.
-        accelerator: of the trainer.
-        fill: for the other rows.
-        **trimming: as for `take`.
-
-    Returns:
-        (R, T), 0 where the rows have no tokens; `None` without a batch.
-    """
-    chunks = [rows[start : start + size] for start in range(0, len(rows), size)]
-    counts = gather_object([len(chunks)]) if accelerator.num_processes > 1 else [len(chunks)]
-    found: Tensor | None = None
-    for chunk in chunks:
-        assert batch is not None
-        values = forward(send_to_device(take(batch, chunk, **trimming), accelerator.device))
-        if found is None:
-            found = values.new_full(batch["completion_ids"].shape, fill)
-        found[chunk] = torch.nn.functional.pad(values, (0, found.size(1) - values.size(1)))
-    for _ in range(max(counts) - len(chunks)):
-        forward(spare)
-    if found is None and batch is not None:
-        found = torch.full(batch["completion_ids"].shape, fill, device=accelerator.device)
-    return found
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class Groups:
         reward_range: lowest and highest of these rewards in the run so far; `None` without any.
         entropies: gives (N, G) the mean token entropy of each completion in nats, by a forward pass: a call for all
             processes.
-        sums: gives (N, G) float64, the weighted reward sums that advantages are made of.
+        sums: (N, G) float64 on the CPU, the weighted reward sums that advantages are made of.
         advantages: gives (N, G) as TRL has made them, on the CPU: a call for all processes.
     """
 
@@ -59,7 +59,7 @@ class Groups:
     generator: torch.Generator
     reward_range: tuple[float, float] | None
     entropies: Callable[[], Tensor] = field(repr=False)
-    sums: Callable[[], Tensor] = field(repr=False, default=lambda: torch.empty(0))
+    sums: Tensor = field(repr=False, default=torch.empty(0))
     advantages: Callable[[], Tensor] = field(repr=False, default=lambda: torch.empty(0))
 
     @property
@@ -373,7 +373,7 @@ class Lossless(Strategy):
     is_trl_update = shares_prompts = zeroes_advantages = True
 
     def select(self, groups: Groups) -> tuple[Tensor, Tensor]:
-        varies = ~equal_rewards(groups.sums().cpu()).unsqueeze(1)
+        varies = ~equal_rewards(groups.sums).unsqueeze(1)
         return group_score(groups.rewards), (groups.advantages() != 0) & (groups.lengths > 0) & varies
 
     def reads_every_row(self, has_own_advantages: bool) -> bool:

@@ -6,6 +6,7 @@ it.
 What the model saw when it sampled a turn is the prompt of that turn's row.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from trl.trainer.utils import pad
 from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.rollout_events import end_tokens
 from ragen2_trl.trainers.batches import Batch, join, take
-from ragen2_trl.trainers.processes import forward_in_step
+from ragen2_trl.trainers.log_probs import forward_in_step
 
 
 def check_turn_samples(trainer: Any) -> None:
@@ -58,7 +59,8 @@ def with_turn_samples(trainer: Any, batch: Batch, kept: Tensor) -> tuple[Batch, 
         if key in batch:
             own = kept[owners].nonzero().squeeze(1).tolist()
             size, spare = args.per_device_train_batch_size, take(batch, [0])
-            computed = forward_in_step(logps, further or None, own, spare, size, trainer.accelerator)
+            passes = partial(map, logps)
+            computed = forward_in_step(passes, further or None, own, spare, size, trainer.accelerator)
             if computed is not None:
                 further[key] = computed.float()
     whole = join([batch, further], trainer._plan.padding[0]) if further else batch

@@ -1,5 +1,6 @@
 """PPO with the filter, on the rollouts of TRL's GRPO (arXiv 2604.06268, Section 4.1; TRL has no PPO any more)."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,12 +13,12 @@ from ragen2_trl.columns import TURN_REWARDS
 from ragen2_trl.rollout_events import log_row
 from ragen2_trl.trainers.batches import Batch, loss_mask, take
 from ragen2_trl.trainers.filtered import SNRFilter
+from ragen2_trl.trainers.log_probs import forward_in_step
 from ragen2_trl.trainers.plans import KEPT, LossMean
 from ragen2_trl.trainers.ppo import advantages as mathematics
 from ragen2_trl.trainers.ppo.actor_critic import ActorCritic
 from ragen2_trl.trainers.ppo.config import SNRFilteredPPOConfig, check_loss
 from ragen2_trl.trainers.ppo.critic import without_critic
-from ragen2_trl.trainers.processes import forward_in_step
 from ragen2_trl.trainers.selection import Selection
 
 
@@ -100,7 +101,8 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         rewards = mathematics.token_rewards(returns, mask, [row.get(TURN_REWARDS) for row in inputs])
         rows, size = kept.nonzero().squeeze(1).tolist(), self.args.per_device_train_batch_size
         # Under the present weights; dropped rows need none.
-        values = forward_in_step(self._values, batch, rows, take(batch, [0]), size, self.accelerator)
+        passes = partial(map, self._values)
+        values = forward_in_step(passes, batch, rows, take(batch, [0]), size, self.accelerator)
         assert values is not None  # of a batch
         advantages, targets = mathematics.gae(rewards, values, mask, self.args.gamma, self.args.gae_lambda)
         scored = ~returns.isnan().unsqueeze(1)
@@ -121,6 +123,11 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         with self.critic.listening() as heard:
             self._log_probs.and_entropies(batch, counted=False)  # plain TRL has no values to compare with
         return _of_completions(torch.cat(heard), batch)
+
+    def _sample_generation(self, inputs: list[dict[str, Any]]) -> Batch:
+        batch = super()._sample_generation(inputs)
+        self._finish_advantages(batch)  # of all kept groups of the step, dynamic sampling included
+        return batch
 
     def _finish_advantages(self, batch: Batch) -> None:
         mask = loss_mask(batch) * ~batch["returns"].isnan()
