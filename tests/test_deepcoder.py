@@ -136,9 +136,6 @@ def test_what_a_program_prints_is_neutral_and_short_in_the_next_prompt(program):
     assert "<" not in feedback and "[INST]" not in feedback and "[/INST]" not in feedback
 
 
-# Workers
-
-
 # Data
 
 

@@ -23,9 +23,6 @@ from ragen2_trl.envs.frozen_lake import (
 from ragen2_trl.envs.ragen2.frozen_lake import RagenFrozenLake
 from ragen2_trl.envs.tasks import held_out
 
-# Options
-
-
 # Text
 
 

@@ -13,7 +13,6 @@ from ragen2_trl.envs.random_baseline import random_baseline
 
 COORDINATES = "Coordinates: \nBoard size: 6 rows x 6 cols (zero-indexed)."
 
-
 ROOMS = {
     123: "######/######/#O####/#XP###/#__###/######",
     124: "######/######/#O####/#X_###/#P####/######",
@@ -24,7 +23,6 @@ ROOMS = {
     10002: "######/######/#P####/#X__##/#O__##/######",
 }
 
-
 MAPS = {
     123: "____/__OP/G___/____",
     124: "O__G/____/____/_O_P",
@@ -34,7 +32,6 @@ MAPS = {
     10001: "_G__/___O/P_O_/____",
     10002: "_P__/G___/__O_/O___",
 }
-
 
 GRIDS = {"sokoban": ROOMS, "frozen_lake": MAPS}
 
@@ -64,14 +61,9 @@ MARKS = {
     "length": "Length.",
 }
 
-
 FORM = "Format <think> [Your thoughts] </think> <answer> [your answer] </answer>. Length."
 
-
 GRIDDED = ["sokoban", "frozen_lake"]
-
-
-WITH_RAGEN2 = sorted(PRESETS["ragen2"])
 
 
 def ragen2(name, **options):
@@ -176,20 +168,6 @@ def test_bandit_has_no_rules_and_says_nothing_of_payments(marked):
     assert marked("bandit").prompt(row)[1]["content"].endswith(f"\n1 left. {FORM}")
 
 
-def test_the_instruction_says_what_the_reference_says_in_its_order():
-    sokoban, plain = (ragen2("sokoban", **kind).texts() for kind in ({}, {"observation": "grid"}))
-    order = ["Sokoban", "every box onto a target", "grid of symbols", "coordinates", "(0, 0)", "(5, 5)", "pushes it"]
-    order += ["through a wall", "pulled", "sequence of actions", "||"]
-    places = [sokoban["instruction"].index(words) for words in order]
-    assert places == sorted(places) and sokoban["instruction"].endswith("\n")
-    assert "coordinates" not in plain["instruction"] and "(" not in plain["instruction"]
-    assert [texts["length"].count(words) for texts, words in ((sokoban, "120"), (plain, "100"))] == [1, 1]
-    lake = ragen2("frozen_lake").texts()["instruction"]
-    order = ["FrozenLake", "grid of symbols", "coordinates", "start", "goal", "player", "holes", "(0, 0)"]
-    places = [lake.index(words) for words in [*order, "(5, 5)", "slippery", "another place", "sequence", "||"]]
-    assert places == sorted(places) and ragen2("frozen_lake").size == 4  # the corner is the reference's error
-
-
 @pytest.mark.parametrize(
     ("symbols", "line", "legend"),
     [
@@ -292,15 +270,6 @@ def test_rewards_are_told_as_unrounded_sums():
     env = ragen2("sokoban", size=8, boxes=2, search_depth=10)
     play = env.play({"seed": 0, "room": room}, random.Random(0))
     assert play.respond(said("Right", "Right")).startswith("Reward:\n-0.20000000000000007\n\nTurn 2:\n")
-
-
-@pytest.mark.parametrize(
-    ("name", "limits"),
-    [("sokoban", (5, 2, 10, 400)), ("frozen_lake", (5, 2, 10, 400)), ("bandit", (1, 1, 1, 500))],
-)
-def test_limits_are_those_of_the_reference_s_scripts(name, limits):
-    env = ragen2(name)
-    assert (env.max_turns, env.max_actions, env.max_total_actions, env.max_turn_tokens) == limits
 
 
 def test_bandit_pays_as_the_reference_and_success_is_the_bold_arm():

@@ -12,9 +12,6 @@ from ragen2_trl.envs.search_qa.http_retrieval import HTTPRetriever
 from ragen2_trl.envs.search_qa.passages import Passage
 from ragen2_trl.envs.search_qa.retrieval import BM25Retriever
 
-# Options
-
-
 # Answers
 
 
