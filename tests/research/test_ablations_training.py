@@ -26,12 +26,8 @@ from research.ablations import (
     best_and_worst,
     draw_as_many,
     quarter_of,
-    smallest_half,
 )
 
-# By variance: 0 and 5, 2 and 6, 7 and the first of those without any, the other two of these.
-QUARTERS = {1: (0, 5), 2: (2, 6), 3: (7, 1), 4: (3, 4)}
-NAMES = {1: "first_quarter", 2: "second_quarter", 3: "third_quarter", 4: "fourth_quarter"}
 # Each costs a third of a second: where one shows the property, the others are for CI.
 grpo_first = pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO), slow(PPO)], ids=lambda one: one.name)
 PARTLY = ("four micro-batches", "optimizer steps of one row")
@@ -90,18 +86,6 @@ def row_of(trainer):
 # Quarters of the groups
 
 
-@pytest.mark.parametrize("quarter", [slow(1), slow(2), 3])
-@grpo_first
-def test_a_quarter_is_trained_on_as_if_it_were_all(algorithm, quarter, policy_path, tmp_path):
-    """Groups without variance that rank among it are in it, and in its mean."""
-    settings = REGULARISED[algorithm.name]
-    named = {"snr_selector": f"research.ablations:{NAMES[quarter]}"}
-    trainer, gradient = run(algorithm, policy_path, tmp_path, **named, **settings)
-    expected = algorithm.plain_gradient(policy_path, [PROMPTS[n] for n in QUARTERS[quarter]], **settings)
-    assert_close(gradient, expected)
-    assert row_of(trainer)["snr/kept_fraction"] == 0.25
-
-
 @grpo_first
 def test_a_quarter_without_variance_is_an_empty_step(algorithm, policy_path, tmp_path):
     settings = REGULARISED[algorithm.name]
@@ -112,43 +96,7 @@ def test_a_quarter_without_variance_is_an_empty_step(algorithm, policy_path, tmp
     assert row["snr/update_compute_fraction"] < 0.7  # log-probs alone, which a selector may need of any row
 
 
-@pytest.mark.slow
-@grpo_first
-def test_a_quarter_without_variance_is_trained_on_where_such_groups_are_included(algorithm, policy_path, tmp_path):
-    settings, selector = REGULARISED[algorithm.name], partial(quarter_of, quarter=4, include_zero=True)
-    _, gradient = run(algorithm, policy_path, tmp_path, selector=selector, **settings)
-    assert_close(gradient, algorithm.plain_gradient(policy_path, [PROMPTS[3], PROMPTS[4]], **settings))
-
-
-@pytest.mark.slow
-def test_a_long_row_of_empty_quarters_says_whose_they_are(policy_path, tmp_path, caplog):
-    options = {"snr_selector": "research.ablations:fourth_quarter", "snr_max_empty_steps": 4, "max_steps": 9}
-    with caplog.at_level("WARNING"):
-        trainer, _ = run(GRPO, policy_path, tmp_path, layout="one micro-batch", **options)
-    assert trainer.state.global_step == 4
-    assert "snr_selector='research.ablations:fourth_quarter'" in caplog.text
-
-
-@grpo_first
-def test_the_smallest_half_is_trained_on_as_if_it_were_all(algorithm, policy_path, tmp_path):
-    settings = REGULARISED[algorithm.name]
-    trainer, gradient = run(algorithm, policy_path, tmp_path, selector=smallest_half, **settings)
-    prompts = [PROMPTS[n] for n in (1, 3, 4, 7)]
-    assert_close(gradient, algorithm.plain_gradient(policy_path, prompts, **settings))
-    assert row_of(trainer)["snr/kept_fraction"] == 0.5
-
-
 # Groups at random
-
-
-@grpo_first
-def test_as_many_groups_at_random_are_trained_on_as_if_they_were_all(algorithm, policy_path, tmp_path):
-    settings, named = REGULARISED[algorithm.name], {"snr_selector": "research.ablations:as_many_at_random"}
-    trainer, gradient = run(algorithm, policy_path, tmp_path, **named, **settings)
-    kept = trainer.latest_selection.groups
-    assert int(kept.sum()) == len(KEPT)
-    drawn = [prompt for prompt, is_kept in zip(PROMPTS, kept, strict=True) if is_kept]
-    assert_close(gradient, algorithm.plain_gradient(policy_path, drawn, **settings))
 
 
 @pytest.mark.slow
@@ -268,16 +216,6 @@ def test_metrics_count_completions_where_these_are_kept(policy_path, tmp_path):
     kept = sum(len(lengths[PROMPTS[n]][end]) for n, ends in ENDS.items() for end in ends)
     assert row["snr/kept_tokens_fraction"] == pytest.approx(kept / sum(len(c) for p in PROMPTS for c in lengths[p]))
     assert row["snr/update_compute_fraction"] < 0.4
-
-
-@pytest.mark.slow
-@grpo_first
-def test_as_many_completions_at_random_are_drawn_from_all(algorithm, policy_path, tmp_path):
-    selector = partial(as_many_at_random, selector=ENDS_OF_VARIED)
-    trainer, gradient = run(algorithm, policy_path, tmp_path, selector=selector)
-    completions = trainer.latest_selection.kept
-    assert completions.sum() == 10 and gradient
-    assert row_of(trainer)["snr/kept_groups"] == completions.any(dim=1).sum() > len(ENDS)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from research.checks import Result, evaluate, validate, verdict
 from research.grid import Grid, Notes, pairs
 from research.measures import FinishedRun, MetricCurve
-from research.plan import Experiment, PlannedRun
+from research.plan import Experiment
 from research.statistics import IntervalEstimate, mean_interval, power
 from research.store import SEVERAL
 
@@ -276,16 +276,6 @@ def test_a_run_without_one_of_the_two_has_no_lag_and_is_named():
     assert list(result.notes.without.values()) == ["method none, seed 1"]
 
 
-def test_a_run_that_experiments_share_is_missed_once():
-    axes = {"method": ["none", "filter"], "slip": ["0.0", "0.4"]}
-    without = [({"method": "filter", "slip": "0.4"}, 2)]
-    grids = [make_grid([], lambda levels, seed: 0.5, axes, without=without, name=name) for name in ("one", "two")]
-    check = {"name": "c", "kind": "correlation", "x": "success/first", "y": "success/last", "of": FILTER,
-             "against": NONE, "expects": ">"}  # fmt: skip
-    (result,) = evaluate(make_grid([check], lambda levels, seed: 0.5, axes, others=grids))
-    assert result.notes.sentences()[0].startswith("1 run not there: ")
-
-
 def test_gains_of_other_experiments_are_correlated_once_each():
     def number(levels, seed):
         spread = 0.1 * len(levels.get("slip", "0")) + float(levels.get("slip", 0.5))
@@ -437,13 +427,6 @@ def test_what_a_check_must_not_say_is_named(changes, parts):
         validate(grid.experiment)
     for part in ["try.yaml", *parts]:
         assert part in str(error.value)
-
-
-def test_levels_of_a_run_are_found_in_any_order():
-    planned = PlannedRun({}, 1, {"a": "x", "b": "y"})
-    experiment = Experiment("i", "c", "s", (), (1,), (), date(2026, 1, 1), axes={"a": {"x": {}}, "b": {"y": {}}})
-    run = replace(make_run(planned), key=planned.key)
-    assert Grid(experiment, [planned], {planned.key: run}).run({"b": "y", "a": "x"}, 1) is run
 
 
 def test_a_run_of_an_unknown_machine_is_told_where_times_are_compared():

@@ -51,25 +51,6 @@ def test_lines_are_told_apart_without_colour_also_over_costs(tmp_path):
     assert [handle.get_marker() for handle in legend.get_lines()] == marked
 
 
-def test_the_names_of_lines_fit_into_the_figure(tmp_path):
-    figure = figure_of(tmp_path, "ours2")
-    figure.canvas.draw()
-    (legend,) = figure.legends
-    assert legend.get_window_extent().x1 <= figure.bbox.x1
-
-
-def test_a_legend_of_many_rows_takes_no_height_from_the_panels(tmp_path):
-    figure = figure_of(tmp_path, "impossible", seeds=111)
-    figure.canvas.draw()
-    assert len(figure.legends[0].get_texts()) == 6
-    assert min(axes.get_window_extent().height for axes in figure.axes) > 1.5 * figure.dpi
-
-
-def test_lines_have_their_names_where_the_first_panel_is_empty(tmp_path):
-    figure = figure_of(tmp_path, "mechanism", seeds=301, ran={"beta": "0.1"})
-    assert [one.get_text() for one in figure.legends[0].get_texts()] == ["all", "with variance", "as many at random"]
-
-
 def test_many_seeds_are_a_band_alone(tmp_path):
     for name, number, methods, thin in (("tab7", 1, 4, 0), ("tab6", 1, 4, 20)):
         for axes in figure_of(tmp_path / name, name, number).axes:
@@ -77,38 +58,11 @@ def test_many_seeds_are_a_band_alone(tmp_path):
             assert seeds_in(axes) == thin <= MOST_SEEDS
 
 
-def test_seeds_too_few_for_an_interval_are_drawn_however_many_are_to_come(tmp_path):
-    for axes in figure_of(tmp_path, "tab7", 1, seeds=2).axes:
-        assert seeds_in(axes) == 4 * 2 and not axes.collections
-
-
 @pytest.mark.parametrize("cost", COSTS)
 def test_every_cost_can_be_an_axis(tmp_path, cost):
     (axes,) = figure_of(tmp_path, "tab7", 1, seeds=1, x=[cost]).axes
     costs = curves_of(next(iter(read_experiment(FOLDER / "tab7.yaml").planned_runs())))[f"cost/{cost}"]
     assert [line.get_xdata()[-1] for line in means(axes)] == pytest.approx([max(costs.values())] * 4)
-
-
-def test_one_entropy_that_explodes_does_not_flatten_the_others(tmp_path):
-    """Its band comes down to 0.01 and then goes below zero, which no logarithmic axis has."""
-
-    def exploding(planned):
-        first = planned.levels["method"] == "entropy bonus" and planned.seed == 1
-        heights = (0.4, 1.5, 6.0) if first else (0.4, 0.4, 0.4)
-        entropy = dict(zip((1, 21, 41), heights, strict=True))
-        return {**curves_of(planned), "mi/first_turn/conditional_entropy_token": entropy}
-
-    *_, axes, _ = figure_of(tmp_path, "fig5", simulate=exploding).axes
-    low, high = axes.get_ylim()
-    assert axes.get_yscale() == "log" and 0.3 < low < 0.4 and high > 6
-    assert min(path.get_extents().y0 for band in axes.collections for path in band.get_paths()) < 0
-
-
-def test_the_levels_of_an_axis_have_a_name(tmp_path):
-    for name in ("fig6", "tab5"):
-        (axes,) = figure_of(tmp_path / name, name).axes
-        assert axes.get_ylabel() in ("keep rate", "completions of a prompt")
-        assert axes.get_xlabel() == "held-out success, last fifth of the steps"
 
 
 def test_a_metric_that_the_store_drops_is_refused():

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from experiment_results import curves_of, write_results
 
-from research.figures import draw
-from research.measures import read_finished
-from research.page import analyse, check_readable, read_grid
+from research.page import analyse, check_readable
 from research.plan import read_experiment, read_experiments
 from research.store import Store
 
@@ -47,15 +45,6 @@ def test_every_claim_has_a_file_that_can_be_read():
     for one in experiments:
         check_readable(one)
         assert (one.checks or len(one.seeds) == 1) and one.figures and one.claim.endswith(".")
-
-
-def test_the_full_set_shares_what_claims_have_in_common():
-    experiments = read_experiments(FILES)
-    each = [len({planned.key for planned in one.planned_runs()}) for one in experiments if not one.others]
-    together = len({planned.key for one in experiments for planned in one.planned_runs()})
-    assert together <= 1280 and sum(each) - together >= 40
-    assert min(len(one.seeds) for one in experiments if one.checks and not one.flaw) >= 5
-    assert len(read_experiment(FOLDER / "tab7.yaml").seeds) == 10
 
 
 def test_levels_with_files_share_runs_with_experiments_of_that_file():
@@ -110,14 +99,6 @@ def test_the_same_store_gives_the_same_page(tmp_path, fig9):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-@pytest.mark.slow
-def test_what_is_there_so_far_is_told_as_that(tmp_path, fig9):
-    write_results(tmp_path, [planned for planned in fig9.planned_runs() if planned.seed <= 3], better_with_the_filter)
-    analyse([fig9], tmp_path)
-    text = page_of(tmp_path, "fig9")
-    assert "so far (36 of 60 runs)" in text and "24 runs not there" in text
-
-
 def test_the_number_beside_a_verdict_is_the_one_that_made_it(tmp_path):
     """Of tab7 where the filter is behind none, and ahead of random groups by too little to be significant."""
     experiment = read_experiment(FOLDER / "tab7.yaml")
@@ -170,37 +151,6 @@ def test_runs_that_cannot_decide_have_a_line_in_the_appendix(tmp_path, fig9):
         assert (folder / link).exists() and (link == "fig9.md") == page == (folder / "fig9.png").exists()
         assert "| verdict |" not in first and (fig9.checks[0]["name"] in first) == (not page), "a check shown nowhere"
     assert "**No verdict.** It slips." in (tmp_path / "fig9.md").read_text()
-
-
-def test_all_columns_of_a_figure_are_seen_on_the_axis_they_share(tmp_path):
-    """Sokoban's success is far below FrozenLake's, which is drawn first."""
-    experiment = read_experiment(FOLDER / "fig5.yaml")
-    planned_runs = [planned for planned in experiment.planned_runs() if planned.seed == 1]
-
-    def lower_on_sokoban(planned):
-        metrics = curves_of(planned)
-        if planned.levels["env"] == "sokoban":
-            key = "eval/env/sokoban/success"
-            metrics[key] = {step: value - 0.4 for step, value in metrics[key].items()}
-        return metrics
-
-    write_results(tmp_path, planned_runs, lower_on_sokoban)
-    finished = read_finished(Store(tmp_path), [planned.key for planned in planned_runs])
-    figure = draw(read_grid(experiment, finished, "tiny", False), experiment.figures[0])
-    of_success = figure.axes[:2]
-    assert [axes.get_title("left") for axes in of_success] == ["frozen_lake", "sokoban"]
-    for axes in of_success:
-        low, high = axes.get_ylim()
-        assert axes.lines and all(low < value < high for line in axes.lines for value in line.get_ydata())
-
-
-def test_a_figure_of_which_nothing_has_run_is_left_out(tmp_path):
-    experiment = read_experiment(FOLDER / "ours2.yaml")
-    planned_runs = [planned for planned in experiment.planned_runs() if planned.levels["prompts"] == "70 % impossible"]
-    write_results(tmp_path, planned_runs, curves_of)
-    analyse([experiment], tmp_path)
-    assert re.findall(r"!\[.+\]\((.+)\)", (tmp_path / "ours2.md").read_text()) == ["ours2.png", "ours2_2.png"]
-    assert not (tmp_path / "ours2_3.png").exists()
 
 
 def test_before_anything_ran_the_page_says_so(tmp_path, fig9):

@@ -41,16 +41,6 @@ def test_a_dry_run_measures_every_case_on_a_cpu(tmp_path):
     assert all(f"- {line}" in report for line in results["left_out"])
 
 
-def test_without_time_every_case_is_named_as_not_measured(tmp_path, capsys):
-    assert gpu.main(["--dry", "--seconds", "0", "--results", str(tmp_path)]) == 0
-    rows: dict = {}
-    cases = sum(len(part.cases) for part in gpu.make_parts(gpu.DRY, rows).values())
-    missing = json.loads((tmp_path / "gpu_dry.json").read_text())["missing"]
-    assert len(missing) == cases and all(line.endswith("no time left") for line in missing)
-    report = (tmp_path / "gpu_dry.md").read_text()
-    assert all(f"- {line}" in report for line in missing)
-
-
 def test_a_case_that_memory_does_not_hold_is_told_and_the_next_is_measured():
     def measure(size):
         if size == "large":

@@ -9,8 +9,8 @@ from ragen2_trl import SNRFilteredGRPOConfig
 from ragen2_trl.names import named_object
 from ragen2_trl.record.files import HISTORY_FILE
 from research.commands import queue
-from research.plan import PlannedRun, question, read_experiments
-from research.settings import STORED_NAMES, STORED_VALUES, as_stored, digest
+from research.plan import question, read_experiments
+from research.settings import STORED_NAMES, STORED_VALUES, digest
 from research.store import COSTS, Store, host_here, where_it_ran
 
 RESEARCH = Path(__file__).parents[2] / "research"
@@ -85,11 +85,3 @@ def test_each_experiment_is_still_what_its_record_says(experiments):
         STORE.check(one, "tiny", quick=False)
         fixed = {question(check) for check in STORE.fixed_checks(one)}
         assert fixed <= {question(check) for check in one.checks}
-
-
-def test_a_setting_that_is_changed_is_another_run(experiments):
-    (tab6,) = (one for one in experiments if one.id == "tab6")
-    first, *_ = tab6.planned_runs()
-    changed = {**first.fields, "snr_selector": "research.ablations:select_quarter"}
-    assert PlannedRun(changed, first.seed, first.levels).key != first.key
-    assert as_stored(as_stored(first.fields)) == as_stored(first.fields)

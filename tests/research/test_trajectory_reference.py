@@ -79,10 +79,6 @@ def test_draws_without_reasoning_are_lost(policy, tokenizer):
         measure(policy, silent)
 
 
-def test_a_smaller_limit_of_prompts_is_kept(policy, tokenizer):
-    assert tuple(measure(policy, played(tokenizer, 8), 12, max_prompts=6).cross_logps.shape) == (6, 6)
-
-
 def test_saved_completions_give_the_same_numbers(policy, tokenizer, policy_path, tmp_path, capsys):
     trajectories, file = played(tokenizer, 6), tmp_path / "completions.parquet"
     rows = []
