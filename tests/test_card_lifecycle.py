@@ -104,17 +104,6 @@ def test_broken_metadata_is_a_warning_and_training_goes_on(policy_path, tmp_path
     assert read_run(tmp_path / "run").status == "finished 2 steps"
 
 
-def test_a_picture_that_cannot_be_drawn_costs_no_checkpoint_and_no_card(policy_path, tmp_path, monkeypatch, caplog):
-    def fail(run):
-        raise RuntimeError("no font")
-
-    monkeypatch.setattr(run_record, "write_figures", fail)
-    make(STOCK, policy_path, tmp_path / "run", max_steps=2).train()
-    assert (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").exists()
-    assert "Figures" in caplog.text and "no font" in caplog.text
-    assert "finished 2 steps" in section_of(read_card(tmp_path / "run"))
-
-
 @pytest.mark.parametrize("save_strategy", ["no", "steps"])
 def test_a_record_that_cannot_be_written_costs_no_training(policy_path, tmp_path, monkeypatch, caplog, save_strategy):
     def fail(trainer):
@@ -135,12 +124,3 @@ def test_a_log_of_odd_numbers_is_written(policy_path, tmp_path, without_figures)
     trainer.log = lambda logs, *rest: log({**logs, "mine": np.float32(0.5)}, *rest)
     trainer.train()
     assert read_run(tmp_path / "run").status == "finished 1 step"
-
-
-def test_a_trainer_that_has_not_begun_tells_the_run_in_its_folder(policy_path, tmp_path, without_figures):
-    """A new process that is there to upload what an earlier one trained."""
-    make(OURS, policy_path, tmp_path / "run", max_steps=2).train()
-    state = (tmp_path / "run" / "diagnostics" / "trainer_state.json").read_text()
-    make(OURS, policy_path, tmp_path / "run", max_steps=2).create_model_card("again")
-    assert "finished 2 steps" in read_card(tmp_path / "run")
-    assert (tmp_path / "run" / "diagnostics" / "trainer_state.json").read_text() == state

@@ -169,29 +169,7 @@ def test_several_turns_are_scored_as_they_were_played(tmp_path, capsys):
     assert "turn 2: retrieval" in shown and "earlier words left out" in shown
 
 
-def test_one_prompt_is_one_clear_line(played, tmp_path, capsys):
-    prompts, texts = played
-    path = save(tmp_path / "saved", 40, prompts[:2], messages(texts[:2]))
-    command = ["diagnose", "--model", "tiny", "--completions", str(path), "--output_dir", str(tmp_path / "diagnosis")]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(command)
-    shown = " ".join(capsys.readouterr().err.split())
-    assert ended.value.code == 2
-    assert shown.startswith("ragen2-trl diagnose: ") and "step 40" in shown and "1 prompts" in shown
-    assert "Traceback" not in shown
-
-
 # Completions that TRL saved
-
-
-@pytest.mark.slow
-def test_saved_messages_are_diagnosed_without_sampling(played, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(samples, "sample_trajectories", None)
-    prompts, texts = played
-    report = run(tmp_path, completions=save(tmp_path / "saved", 10, prompts, messages(texts)))
-    assert report["metrics"]["retrieval_accuracy"] > 0.7 > 5 * report["metrics"]["retrieval_chance"]
-    assert (report["metrics"]["num_completions"], report["metrics"]["num_prompts"]) == (16.0, 8.0)
-    assert "tokenised again" in capsys.readouterr().out
 
 
 def test_saved_text_is_diagnosed_as_messages_are(played, tmp_path):
@@ -272,8 +250,3 @@ def test_only_the_first_of_several_turns_is_taken():
     assert first_turn_text(turns) == "<think>one</think>"
     assert first_turn_text("as it is") == "as it is"
     assert first_turn_text([]) == ""
-
-
-def test_diagnose_is_a_command(capsys):
-    cli.main(["--help"])
-    assert "  diagnose " in capsys.readouterr().out

@@ -212,21 +212,6 @@ def test_checkpoint_generation_config_does_not_leak_into_the_sampling(tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_prompts": 1}, "num_prompts must be at least 2, got 1"),
-        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"temperature": -1.0}, "temperature must be above 0, .* got -1.0"),
-        ({"temperature": 0.0}, "temperature must be above 0, or 0 with num_samples=1, got 0.0"),
-    ],
-)
-def test_bad_arguments_are_named(tiny, options, message):
-    with pytest.raises(ValueError, match=message):
-        evaluate_model(*tiny, make_env("frozen_lake"), **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         ({"observation": "image"}, "env must be text played with protocol='text', got frozen_lake with pictures"),
         ({"protocol": "tools"}, "env must be text played with .* got frozen_lake with protocol='tools'"),
     ],

@@ -6,14 +6,12 @@ import random
 import re
 
 import pytest
-from datasets import Dataset
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from reported_runs import HOSTILE as HOSTILE_TEXT
 from reported_runs import make_run
 
-from ragen2_trl import SNRFilteredGRPOTrainer, cli
-from ragen2_trl.callbacks.run_record import keep_record
+from ragen2_trl import cli
 from ragen2_trl.record.run import read_run
 from ragen2_trl.report.card import add_diagnostics
 from ragen2_trl.report.page import render_report
@@ -206,15 +204,3 @@ def test_a_hostile_checkpoint_is_refused_before_it_is_resumed(policy_path, make_
     again = make(OURS, policy_path, tmp_path / "run", callback=False, max_steps=2, save_steps=1, save_strategy="steps")
     with pytest.raises(ValueError, match=r"trainer_state\.json: ragen2_run\.resumed_at must be"):
         again.train(resume_from_checkpoint=str(path.parent))
-
-
-def test_a_failed_upload_is_told_without_credentials(policy_path, make_args, tmp_path):
-    token = "hf_" + "a1" * 17
-    trainer = SNRFilteredGRPOTrainer(
-        policy_path,
-        lambda completions, **kwargs: [1.0] * len(completions),
-        make_args(),
-        Dataset.from_dict({"prompt": ["a"] * 8}),
-    )
-    said = keep_record(trainer)._failed(OSError(f"403 for https://user:{token}@host/x?token={token}"))
-    assert token not in said and "403" in said
