@@ -10,11 +10,7 @@ from players import tokenizer_fixture as tokenizer_fixture
 from replay import Recorder, assert_close, mean_gradient, move_away
 from trl import GRPOTrainer
 
-from ragen2_trl import (
-    MutualInformationCallback,
-    SNRFilteredPPOConfig,
-    SNRFilteredPPOTrainer,
-)
+from ragen2_trl import MutualInformationCallback, SNRFilteredPPOConfig, SNRFilteredPPOTrainer
 from ragen2_trl.cli import main
 from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.envs import format_response, make_env

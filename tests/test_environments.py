@@ -79,10 +79,7 @@ def test_unknown_environment_is_named_with_what_is_allowed():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"wind": 1},
-            r"options of {name} must be among \[.*'max_turns', .*'preset'\], got \['wind'\]",
-        ),
+        ({"wind": 1}, r"options of {name} must be among \[.*'max_turns', .*'preset'\], got \['wind'\]"),
         ({"max_turns": 0}, "max_turns must be an integer between 1 and 100, got 0"),
         ({"max_actions": 101}, "max_actions must be an integer between 1 and 100, got 101"),
         ({"protocol": "json"}, r"protocol must be one of \['text'(, 'tools')?\], got 'json'"),

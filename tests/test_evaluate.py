@@ -18,13 +18,7 @@ from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.cli.typed import InputError
 from ragen2_trl.envs import make_env
 from ragen2_trl.envs.outcomes import pass_at_k
-from ragen2_trl.rollouts.outcomes import (
-    MeanOutcome,
-    PassAtK,
-    fraction_interval,
-    normal_interval,
-    summarize,
-)
+from ragen2_trl.rollouts.outcomes import MeanOutcome, PassAtK, fraction_interval, normal_interval, summarize
 from ragen2_trl.rollouts.play import Chat
 from ragen2_trl.rollouts.sampling import generator, sample_trajectories
 from ragen2_trl.tiny import TINY_COUNTDOWN_PATH, TINY_MODEL_PATH

@@ -22,7 +22,6 @@ from plotted import (
     stock_history,
 )
 
-from ragen2_trl.record.run import running_means
 from ragen2_trl.report import (
     plot_comparison,
     plot_held_out,
@@ -153,13 +152,6 @@ def test_measurements_are_drawn_as_they_are_beside_chance():
     assert accuracy.get_marker() == "o"
     assert (chance.get_linestyle(), set(chance.get_ydata())) == (":", {0.25})
     assert dependence.get_ylim()[0] < 0 < 1 < dependence.get_ylim()[1]
-
-
-@pytest.mark.parametrize("steps", [3, 5, 25, 100, 500])
-def test_lines_end_at_the_last_number_of_the_model_card(steps):
-    rows = history(steps, None)[:-1]
-    last = running_means([(row["step"], row["reward"]) for row in rows])[-1]
-    assert plot_training(rows).axes[0].lines[-1].get_xydata()[-1].tolist() == pytest.approx(last)
 
 
 @pytest.mark.parametrize("step", [{}, {"step": None}])
@@ -302,19 +294,7 @@ def test_quadrant_names_each_regime_in_its_corner():
 PATHS = {
     "one": [(0.3, 2.7, "step 10")],
     "falling": [(0.8, 2.75, "step 10"), (0.7, 1.5, "step 20"), (0.75, 0.0, "step 30")],
-    "narrowing": [(0.6, 2.7, "step 10"), (0.05, 2.5, "step 20")],
     "negative": [(0.3, -0.4, "step 10"), (0.02, 0.1, "step 20")],
-    "collapsing": [
-        (0.39, 2.73, "step 10"),
-        (0.42, 2.62, "step 20"),
-        (0.48, 2.76, "step 30"),
-        (0.53, 2.77, "step 40"),
-        (0.76, 2.72, "step 50"),
-        (5.3, 1.5, "step 60"),
-        (5.85, 0.1, "step 70"),
-        (5.82, 0.04, "step 80"),
-    ],
-    "staying": [(0.30, 2.7, "step 10"), (0.33, 2.6, "step 20"), (0.32, 2.72, "step 30")],
 }
 
 

@@ -183,38 +183,6 @@ def test_collapse_is_in_sight_without_scrolling(browser, compared, width, height
     assert abs(lightness[0] - lightness[1]) > 500 and (lightness[0] > lightness[1]) == dark
 
 
-BROKEN = """(() => {  // words of tables that stand on several lines
-    document.querySelectorAll("details").forEach(one => one.open = true);
-    const broken = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), range = new Range();
-    for (let text = texts.nextNode(); text; text = texts.nextNode())
-        for (const word of text.parentElement.closest("th, td") ? text.data.matchAll(/[a-z_]+/g) : []) {
-            range.setStart(text, word.index);
-            range.setEnd(text, word.index + word[0].length);
-            if (range.getClientRects().length > 1) broken.push(word[0]);
-        }
-    return broken;
-})()"""
-
-
-@pytest.mark.needs("chromium")
-@pytest.mark.parametrize("width", [1280, 390])
-def test_names_are_not_broken_inside_a_word(browser, tmp_path, words_only, width):
-    long = (
-        "gradient_accumulation_steps",
-        "per_device_train_batch_size",
-        "mask_truncated_completions",
-        "learning_rate",
-    )
-    runs = [make_run(tmp_path / name, steps=10) for name in ("first", "second")]
-    for number, run in enumerate(runs):
-        about = {"settings": dict.fromkeys(long, number + 1), "versions": {}}
-        (run / "diagnostics" / "run.json").write_text(json.dumps(about))
-    (tmp_path / "report.html").write_text(render_report([read_run(run) for run in runs]))
-    browser.open(tmp_path / "report.html", width)
-    assert browser.evaluate(BROKEN) == []
-    assert browser.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-
-
 @pytest.mark.needs("chromium")
 @pytest.mark.parametrize("dark", [False, True])
 def test_drawings_have_the_ground_and_the_ink_of_the_page(browser, compared, dark):
@@ -363,13 +331,7 @@ def test_figures_name_the_score_and_the_step_of_their_measurement(tmp_path):
     run.settings["snr_score"] = "reward_std"
     measurements = [read_measurement(path) for path in run.measurements]
     drawn = [(name, caption) for name, caption, _ in figures_of(run, measurements)]
-    assert [name for name, _ in drawn] == [
-        "training",
-        "quadrant",
-        "cross_scores",
-        "cross_scores",
-        "reward_variance",
-    ]
+    assert [name for name, _ in drawn] == ["training", "quadrant", "cross_scores", "cross_scores", "reward_variance"]
     captions = [caption for _, caption in drawn]
     assert "arXiv 2604.06268" in captions[1] and "](" not in captions[1]
     assert captions[2].endswith("at step 1") and captions[3].endswith("at step 10")

@@ -10,15 +10,7 @@ import pytest
 from webshop_visits import GOAL, JACKET, LAMP, RIGHT, answer, do, shop, solve
 
 from ragen2_trl.envs.play import INVALID_REWARD
-from ragen2_trl.envs.webshop.catalogue import (
-    MAX_RESULTS,
-    NO_LIMIT,
-    Goal,
-    fits,
-    price_limit,
-    score,
-    type_factor,
-)
+from ragen2_trl.envs.webshop.catalogue import MAX_RESULTS, NO_LIMIT, Goal, fits, price_limit, score, type_factor
 from ragen2_trl.envs.webshop.environment import WebShop
 from ragen2_trl.envs.webshop.files import clean, load_catalogue, load_goals, split_goals
 

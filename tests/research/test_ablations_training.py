@@ -8,7 +8,7 @@ import torch
 from algorithms import GRPO, PPO, RLOO, STILL, cases, replay_of, slow
 from conftest import PROMPTS
 from replay import KEPT, REWARDS, Recorder, assert_close, mean_gradient, move_away
-from test_promises_update import LAYOUTS, LOSSES, PPO_STILL, TERMS, need_equal_lengths
+from test_promises_update import LAYOUTS, TERMS, need_equal_lengths
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
@@ -25,13 +25,8 @@ from research.ablations import (
     as_many_at_random,
     best_and_worst,
     draw_as_many,
-    quarter_of,
 )
 
-# Each costs a third of a second: where one shows the property, the others are for CI.
-grpo_first = pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO), slow(PPO)], ids=lambda one: one.name)
-PARTLY = ("four micro-batches", "optimizer steps of one row")
-REGULARISED = {"grpo": {"beta": 0.1}, "rloo": {"beta": 0.1}, "ppo": PPO_STILL}
 PPO_TERMS = {name: TERMS["ppo"][name] for name in ("shared", "separate")}
 
 
@@ -84,16 +79,6 @@ def row_of(trainer):
 
 
 # Quarters of the groups
-
-
-@grpo_first
-def test_a_quarter_without_variance_is_an_empty_step(algorithm, policy_path, tmp_path):
-    settings = REGULARISED[algorithm.name]
-    trainer, gradient = run(algorithm, policy_path, tmp_path, selector=partial(quarter_of, quarter=4), **settings)
-    assert gradient == {}
-    row = row_of(trainer)
-    assert row["snr/kept_groups"] == 0 and row["snr/empty_steps"] == 1
-    assert row["snr/update_compute_fraction"] < 0.7  # log-probs alone, which a selector may need of any row
 
 
 # Groups at random
@@ -193,31 +178,6 @@ def test_the_ends_of_each_group_are_trained_on_with_the_advantages_of_the_whole(
     assert_ends(algorithm, settings, "four micro-batches", policy_path, tmp_path)
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("layout", PARTLY)
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_every_loss_of_grpo_is_that_of_the_ends(loss_type, layout, policy_path, tmp_path):
-    settings = {"loss_type": loss_type, "beta": 0.1}
-    assert_ends(GRPO, settings, layout, policy_path, tmp_path)
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("layout", PARTLY)
-@cases(rloo=TERMS["rloo"], ppo=TERMS["ppo"])
-def test_every_term_is_that_of_the_ends(algorithm, settings, layout, policy_path, tmp_path):
-    assert_ends(algorithm, settings, layout, policy_path, tmp_path)
-
-
-def test_metrics_count_completions_where_these_are_kept(policy_path, tmp_path):
-    trainer, _ = run(GRPO, policy_path, tmp_path, selector=ENDS_OF_VARIED)
-    row, lengths = row_of(trainer), replay_of(policy_path).completions
-    assert row["snr/kept_groups"] == len(ENDS)
-    assert row["snr/kept_fraction"] == 10 / 32
-    kept = sum(len(lengths[PROMPTS[n]][end]) for n, ends in ENDS.items() for end in ends)
-    assert row["snr/kept_tokens_fraction"] == pytest.approx(kept / sum(len(c) for p in PROMPTS for c in lengths[p]))
-    assert row["snr/update_compute_fraction"] < 0.4
-
-
 @pytest.mark.slow
 def test_episodes_of_several_samples_are_kept_or_dropped_whole_where_completions_are_selected(policy_path, tmp_path):
     env = make_env("frozen_lake", multi_turn=True, size=3, max_turns=3)
@@ -266,12 +226,7 @@ def regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settin
     [(AdvantagesByKeptFraction, 0.5), slow(AdvantagesBySqrtOfKeptFraction, 0.5**0.5)],
     ids=["linear", "sqrt"],
 )
-@cases(
-    slow=("rloo-kl", "ppo-separate"),
-    grpo={"kl": {"beta": 0.1}},
-    rloo={"kl": {"beta": 0.1}},
-    ppo=PPO_TERMS,
-)
+@cases(slow=("rloo-kl", "ppo-separate"), grpo={"kl": {"beta": 0.1}}, rloo={"kl": {"beta": 0.1}}, ppo=PPO_TERMS)
 def test_advantages_are_scaled_by_the_kept_fraction_and_regularisers_are_not(
     algorithm, settings, mixin, factor, policy_path, tmp_path
 ):

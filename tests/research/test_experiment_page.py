@@ -1,7 +1,6 @@
 """The page of results: from a store of runs whose truth is known, and the files of the claims."""
 
 import re
-import shutil
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -89,16 +88,6 @@ def test_the_page_says_what_the_store_has(tmp_path, fig9):
     assert not re.search(r"\bnan\b|None", text)
 
 
-@pytest.mark.slow
-def test_the_same_store_gives_the_same_page(tmp_path, fig9):
-    write_results(tmp_path / "one", fig9.planned_runs(), better_with_the_filter)
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    for name in ("one", "two"):
-        analyse([fig9], tmp_path / name)
-    for name in ("README.md", "all.md", "method.md", "fig9.md", "fig9.png"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
 def test_the_number_beside_a_verdict_is_the_one_that_made_it(tmp_path):
     """Of tab7 where the filter is behind none, and ahead of random groups by too little to be significant."""
     experiment = read_experiment(FOLDER / "tab7.yaml")
@@ -169,13 +158,6 @@ def test_an_experiment_without_checks_has_curves_and_no_verdict(tmp_path):
         text = page_of(tmp_path, "smollm2")
         assert said in text and ("It has no check." in text) == (number > 0)
         assert "primary check," not in text and text.count("![") == images
-
-
-def test_the_quick_look_says_that_it_shows_nothing(tmp_path, fig9):
-    write_results(tmp_path, fig9.planned_runs(quick=True), better_with_the_filter)
-    analyse([fig9], tmp_path, quick=True)
-    text = page_of(tmp_path, "fig9")
-    assert "says nothing about" in text and "(no interval)" in text
 
 
 def test_links_lead_to_files_wherever_the_page_is(tmp_path):

@@ -174,15 +174,6 @@ def test_a_setting_that_was_typed_is_told_with_its_option(typed, said, folder, r
 # Folders and what is in them
 
 
-@pytest.mark.parametrize("where", ["taken", "taken/below"])
-@pytest.mark.parametrize("option", ["results", "runs"])
-@pytest.mark.parametrize("action", ["run", "run --quick", "run --dry"])
-def test_a_folder_that_is_a_file_is_refused(action, option, where, folder, refused):
-    (folder / "taken").write_text("")
-    said = refused(f"{action} small.yaml --{option} {where}")
-    assert f"{option} must be a folder, or one that can be made, got the file taken" in said
-
-
 @pytest.mark.parametrize("action", ["run", "run --dry", "analyse"])
 @pytest.mark.parametrize("file", ["runs.parquet", "curves.parquet"])
 def test_damaged_results_are_named(file, action, finished, refused):
@@ -192,22 +183,6 @@ def test_damaged_results_are_named(file, action, finished, refused):
     assert f"research/results/{file} cannot be read as results of runs: " in refused(f"{action} small.yaml")
     pq.write_table(pa.table({"other": [1]}), path)
     assert f"research/results/{file} cannot be read as results of runs: " in refused(f"{action} small.yaml")
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("id: small", "small.yaml: seeds must be a list of whole numbers, got null"),
-        ("seeds: [1]\nchecks: {a: 1}", 'small.yaml: checks must be a list of mappings, got {"a": 1}'),
-        ("[1, 2]", "small.yaml: all of it must be a mapping, got [1, 2]"),
-        ("seeds: [", "small.yaml is not valid YAML: "),
-    ],
-)
-@pytest.mark.parametrize("action", ["run", "run --dry"])
-def test_a_record_of_other_content_is_named(content, said, action, finished, refused):
-    (finished / "research" / "results" / "experiments").mkdir()
-    (finished / "research" / "results" / "experiments" / "small.yaml").write_text(content)
-    assert f"research/results/experiments/{said}" in refused(f"{action} small.yaml")
 
 
 # What was fixed before the runs
