@@ -220,18 +220,6 @@ def test_our_tools_leave_an_episode_out(kind, turn, policy_path, make_args, capl
     assert sum("An episode has failed" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"), [(SNRFilteredGRPOTrainer, RuntimeError("rule")), (GRPOTrainer, ConnectionError("reset"))]
-)
-def test_our_tools_end_the_run(kind, error, policy_path, make_args):
-    trainer, env = tools_trainer(kind, policy_path, make_args, with_success=False)
-    shaky(env, error, 3, *[4] * isinstance(error, ConnectionError), turn=1)
-    with pytest.raises(type(error)) as raised:
-        trainer.train()
-    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
-    assert "frozen_lake, row " in told and "turn 1" in told
-
-
 class Dropped(Guess):
     """Somebody's own, which reads nothing but its instance's number."""
 

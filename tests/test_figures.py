@@ -220,17 +220,6 @@ def test_what_runs_have_in_common_is_compared_in_a_panel_each():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["filtered", "stock", "plain"]
 
 
-def test_chance_has_the_colour_of_its_run_where_runs_differ_in_it():
-    easier = history(40, 10)
-    for row in easier:
-        if "mi/first_turn/retrieval_chance" in row:
-            row["mi/first_turn/retrieval_chance"] = 0.5
-    axes = plot_comparison({"a": history(40, 10), "b": easier}, {}).axes[1]
-    chances, runs = ([one for one in axes.lines if (one.get_linestyle() == ":") == dotted] for dotted in (True, False))
-    assert [set(chance.get_ydata()) for chance in chances] == [{0.25}, {0.5}]
-    assert [chance.get_color() for chance in chances] == [run.get_color() for run in runs]
-
-
 @pytest.mark.parametrize("histories", [{}, {"a": [{"step": 1, "loss": 1.0}]}])
 def test_a_comparison_of_nothing_is_refused(histories):
     with pytest.raises(ValueError, match="histories"):
@@ -270,15 +259,6 @@ def test_matrix_of_a_dependent_policy_has_a_bright_diagonal():
     assert (values.gather(1, own[:, None]) == 0).all()
     title = figure.axes[0].get_title(loc="left")
     assert "100%" in title and "chance 12.5%" in title
-
-
-def test_one_absurd_pair_does_not_set_the_colours_of_the_others():
-    measured = measurement(8, 4, gain=0.2)
-    measured.cross_logps[0, (measured.prompt_index[0] + 1) % 8] = -1e6
-    figure = plot_matrix(measured)
-    low, high = figure.axes[0].images[0].get_clim()
-    assert -1 < low < 0
-    assert high == 0
 
 
 def test_quadrant_names_each_regime_in_its_corner():
@@ -344,17 +324,3 @@ def test_groups_are_drawn_from_the_largest_score_down_and_kept_ones_in_colour(co
     assert axes.get_ylabel() == "reward std"
     shades = [sum(matplotlib.colors.to_rgb(bars.get_facecolor())) / 3 for bars in axes.patches]
     assert shades[1] - shades[0] > 0.25  # apart in greyscale
-
-
-@pytest.mark.parametrize(
-    ("scores", "kept", "said"),
-    [
-        ([0.0] * 8, None, "8 groups"),
-        ([0.0] * 8, [False] * 8, "kept: 0 of 8 groups"),
-        ([0.5, -0.1], [True, False], "kept: 1 of 2 groups"),
-    ],
-)
-def test_groups_without_a_positive_sum_have_no_share_of_it(scores, kept, said):
-    (axes,) = plot_reward_variance(scores, kept).axes
-    assert legend(axes)[0] == said
-    assert len(axes.texts) == (not any(scores))

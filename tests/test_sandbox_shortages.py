@@ -193,18 +193,3 @@ def test_the_folder_of_the_places_is_the_users_alone(monkeypatch, tmp_path):
 
 
 # Load
-
-
-@pytest.mark.slow
-def test_hostile_neighbours_cost_no_right_program_a_point():
-    """64 workers, three right programs to each of 16 hostile ones: spinning, sleeping, flooding, filling."""
-    env = DeepCoder(workers=64, test_seconds=1)
-    spinning, sleeping, flooding = "while True: pass", "import time; time.sleep(2)", "while True: print('x' * 4096)"
-    hostile = (spinning, sleeping, flooding, "x = bytearray(1 << 29)")
-    programs = [DOUBLE if number % 4 else hostile[number // 4 % 4] for number in range(64)]
-
-    def earned(program):
-        return play(env, HIDDEN, answer(program))[0].outcome.episode_return
-
-    pool = Sandbox(workers=64)
-    assert pool.map(earned, programs) == [1.0 if program is DOUBLE else 0.0 for program in programs]

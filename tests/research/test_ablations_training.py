@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import make_env
 from ragen2_trl.record.saved_measurement import read_measurement
-from ragen2_trl.rollouts import TextRollout
-from ragen2_trl.tiny import TINY_MODEL_PATH, resolve_model
+from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers.selection import seeded_generator
 from research import ablations
 from research.ablations import (
@@ -72,10 +71,6 @@ def run(
 
 def with_mixin(mixin, algorithm):
     return type(mixin.__name__, (mixin, algorithm.trainer), {})
-
-
-def row_of(trainer):
-    return next(row for row in trainer.state.log_history if "snr/kept_fraction" in row)
 
 
 # Quarters of the groups
@@ -176,29 +171,6 @@ def test_the_ends_of_each_group_are_trained_on_with_the_advantages_of_the_whole(
     algorithm, settings, policy_path, tmp_path
 ):
     assert_ends(algorithm, settings, "four micro-batches", policy_path, tmp_path)
-
-
-@pytest.mark.slow
-def test_episodes_of_several_samples_are_kept_or_dropped_whole_where_completions_are_selected(policy_path, tmp_path):
-    env = make_env("frozen_lake", multi_turn=True, size=3, max_turns=3)
-    args = GRPO.args(tmp_path, per_device_train_batch_size=32, max_completion_length=300, max_steps=1)
-    seen, samples = [], []
-
-    class Seen(GRPO.trainer):
-        def _compute_loss(self, model, inputs):
-            seen.append(len(inputs["prompt_ids"]))
-            return super()._compute_loss(model, inputs)
-
-    def by_place(completions, **columns):
-        samples.extend(columns["seed"])
-        return [float(number % 4) for number in range(len(completions))]
-
-    rollout = TextRollout(env, context="last", context_turns=1)
-    dataset = env.dataset(8, seed=0)
-    trainer = Seen(resolve_model("tiny"), by_place, args, dataset, rollout_func=rollout, selector=ENDS_OF_VARIED)
-    trainer.train()
-    assert row_of(trainer)["snr/kept_fraction"] == 0.5
-    assert sum(seen) > 16 and len(samples) == 32  # each of 16 episodes, with its later turns
 
 
 # What scales advantages

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from experiment_results import curves_of, write_results
 
-from research.drawing import MOST_SEEDS, looks
 from research.figures import draw, validate
 from research.measures import COSTS, read_finished
 from research.page import read_grid
@@ -32,15 +31,6 @@ def means(axes):
     return [line for line in axes.lines if not line.get_label().startswith("_")]
 
 
-def seeds_in(axes):
-    return len(axes.lines) - len(means(axes))
-
-
-def test_looks_differ_by_dashes_or_marks_alone():
-    seen = [(str(look["linestyle"]), look["marker"]) for look in looks()]
-    assert len(set(seen)) == len(seen) >= 14
-
-
 def test_lines_are_told_apart_without_colour_also_over_costs(tmp_path):
     figure = figure_of(tmp_path, "ours2", 1)
     assert [axes.get_xlabel() for axes in figure.axes] == ["CPU time (s)", "FLOPs of the update"]
@@ -49,13 +39,6 @@ def test_lines_are_told_apart_without_colour_also_over_costs(tmp_path):
         assert len(set(marked)) == len(marked) == 6 and not {"", "None", None} & set(marked)
     (legend,) = figure.legends
     assert [handle.get_marker() for handle in legend.get_lines()] == marked
-
-
-def test_many_seeds_are_a_band_alone(tmp_path):
-    for name, number, methods, thin in (("tab7", 1, 4, 0), ("tab6", 1, 4, 20)):
-        for axes in figure_of(tmp_path / name, name, number).axes:
-            assert len(means(axes)) == len(axes.collections) == methods
-            assert seeds_in(axes) == thin <= MOST_SEEDS
 
 
 @pytest.mark.parametrize("cost", COSTS)

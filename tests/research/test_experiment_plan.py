@@ -175,14 +175,6 @@ def test_a_warm_start_is_a_file_of_settings_and_its_runs_train_the_model_it_leav
     assert warm_start_command(config) == ["python", "-m", "ragen2_trl.cli", "warm-start", "--config", str(config)]
 
 
-def test_a_warm_start_of_a_base_file_is_found_beside_that_file(write, tmp_path):
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "task.yaml").write_text("warm_start: warm.yaml")
-    (tmp_path / "base" / "warm.yaml").write_text("max_steps: 7")
-    (planned, *_) = read_experiment(write(base=["base.yaml", "base/task.yaml"])).planned_runs()
-    assert planned.fields["warm_start"] == {"max_steps": 7}
-
-
 def test_retired_runs_are_planned_for_analysis_alone(write):
     gone = {"method": "filter", "slip": "0.2"}
     experiment = read_experiment(write(retired=[gone]))

@@ -56,22 +56,6 @@ def test_a_case_that_memory_does_not_hold_is_told_and_the_next_is_measured():
     assert saved == [0, 1]  # results are written after every case
 
 
-def test_a_part_that_fails_is_told_and_the_others_are_measured(tmp_path, monkeypatch, capsys):
-    def fail(*case):
-        raise RuntimeError("no kernel")
-
-    def parts(sizes, rows):
-        rows |= {"updates": [], "steps": []}
-        failing = gpu.CaseList("Updates", 0.5, [("a",), ("b",)], fail)
-        return {"updates": failing, "steps": gpu.CaseList("Steps", 0.5, [], fail)}
-
-    monkeypatch.setattr(gpu, "make_parts", parts)
-    assert gpu.main(["--dry", "--results", str(tmp_path)]) == 1
-    missing = json.loads((tmp_path / "gpu_dry.json").read_text())["missing"]
-    assert missing == ["Updates: failed with RuntimeError: no kernel"]
-    assert "RuntimeError: no kernel" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_refused_in_a_line(capsys):
     with pytest.raises(SystemExit):
