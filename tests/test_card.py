@@ -47,30 +47,20 @@ def test_numbers_on_the_card_are_those_of_the_uploaded_state(trained):
     trainer, _ = trained
     folder = Path(trainer.args.output_dir)
     history = json.loads((folder / "diagnostics" / "trainer_state.json").read_text())["log_history"]
-    rows = [row for row in history if "reward" in row]
-    measured = [row["mi/first_turn/retrieval_accuracy"] for row in rows]
-    best = max(range(4), key=lambda i: measured[i])
-    table = rows_of(read_card(folder))
-    chances = [row["mi/first_turn/retrieval_chance"] for row in rows]
-    told = [f"{value:.1%} (chance {of_it:.1%})" for value, of_it in zip(measured, chances, strict=True)]
-    peak = f"{told[best].removesuffix(')')}, step {rows[best]['step']})"
-    assert table["retrieval accuracy"][:3] == [told[0], told[-1], peak]
-    rewards = [row["reward"] for row in rows]
-    pairs = [(rewards[i] + rewards[i + 1]) / 2 for i in range(3)]  # means over half of a run of four steps
-    assert table["reward in training"][:2] == [f"{pairs[0]:.3f}", f"{pairs[-1]:.3f}"]
+    *_, before, last = [row for row in history if "reward" in row]
     results = {result.metric_type: result for result in ModelCard.load(folder / "README.md").data.eval_results}
-    assert results["mean_reward"].metric_value == pytest.approx(pairs[-1], abs=1e-6)
-    assert results["retrieval_accuracy"].metric_value == pytest.approx(measured[-1], abs=1e-6)
-    assert results["retrieval_chance"].metric_value == pytest.approx(chances[-1], abs=1e-6)
-    assert results["mutual_information"].metric_value == pytest.approx(rows[-1]["mi/first_turn/mi_seq"], abs=1e-6)
+    reward = (before["reward"] + last["reward"]) / 2  # a mean over half of a run of four steps
+    assert results["mean_reward"].metric_value == pytest.approx(reward, abs=1e-6)
+    for kind, key in (
+        ("mutual_information", "mi_seq"),
+        *((f"retrieval_{one}",) * 2 for one in ("accuracy", "chance")),
+    ):
+        assert results[kind].metric_value == pytest.approx(last[f"mi/first_turn/{key}"], abs=1e-6)
     assert all(result.verified is False and result.dataset_name == "bandit" for result in results.values())
-    if type(trainer) is OURS:
-        kept = [row["snr/kept_fraction"] for row in rows]
-        assert table["completions kept"][1] == f"{sum(kept[-2:]) / 2:.1%}"
-        share = rows[-1]["cost/update_positions"] / rows[-1]["cost/plain_update_positions"]
-        assert table["update positions (times plain TRL)"][1] == f"{share:.2f}"
-    else:
-        assert "completions kept" not in table
+    table, accuracy = rows_of(read_card(folder)), last["mi/first_turn/retrieval_accuracy"]
+    assert table["retrieval accuracy"][1] == f"{accuracy:.1%} (chance {last['mi/first_turn/retrieval_chance']:.1%})"
+    assert table["reward in training"][1] == f"{reward:.3f}"
+    assert ("completions kept" in table) == (type(trainer) is OURS)
 
 
 def test_the_card_says_how_the_run_was_made(trained):
