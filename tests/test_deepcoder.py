@@ -260,25 +260,6 @@ def test_marks_of_a_chat_template_in_a_problem_do_not_reach_the_prompt():
     assert shown.startswith(tools.reset(**row))
 
 
-def many(count):
-    rows = [
-        {"problem": f"Print {number}.", "tests": json.dumps([{"input": "", "output": str(number)}])}
-        for number in range(count)
-    ]
-    return rows + [{**row, "problem": f"  {row['problem']}\n"} for row in rows]  # duplicates, but for white space
-
-
-def test_a_split_of_its_own_is_taken_as_it_is(tmp_path):
-    write(tmp_path / "train.jsonl", many(20)[:20])
-    write(tmp_path / "test.jsonl", [{**row, "problem": f"{row['problem']} Please."} for row in many(10)[:10]])
-    env = DeepCoder(config="lcbv5")
-    assert len(tasks_of(env, str(tmp_path), "train")) == 20
-    assert {row["problem"][-7:] for row in tasks_of(env, str(tmp_path), "test")} == {"Please."}
-    divided = DeepCoder(config="primeintellect")  # has no test split on the Hub
-    both = [{row["problem"] for row in tasks_of(divided, str(tmp_path), split)} for split in ("train", "test")]
-    assert len(both[0]) + len(both[1]) == 20 and both[1]
-
-
 def test_expected_lists_are_told_from_lists_around_results():
     wrapped = {"tests": json.dumps({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[[1]], [[2]]]})}
     bare = {"tests": json.dumps({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1, 1], [2]]})}

@@ -300,14 +300,6 @@ def test_splits_never_meet(name, multi_turn):
     assert train and test and not train & test
 
 
-@every_task
-def test_rows_come_back_from_arrow_as_they_were(name):
-    env = environment(name)
-    rows = rows_of(env, 20)
-    for row, task in zip(rows, env.tasks(0, "train", data_of(name)), strict=False):
-        assert {key: row[key] for key in task} == task
-
-
 # Prompts
 
 
@@ -328,15 +320,6 @@ def test_prompt_is_a_short_system_and_user_message(name, multi_turn, protocol):
             assert shown in user["content"] and f"<answer>{env.example}</answer>" in user["content"]
         else:
             assert user["content"] == "" and "<answer>" not in system["content"]
-
-
-@every_mode
-def test_what_is_shown_first_is_no_matter_of_chance(name, multi_turn):
-    env = environment(name, multi_turn)
-    for row in rows_of(env, 20):
-        shown = {env.episode(row, random.Random(seed)).observation() for seed in range(5)}
-        assert len(shown) == 1
-        assert env.message(env.play(row, random.Random(7))) == row["prompt"][-1]["content"]
 
 
 # Play

@@ -13,28 +13,7 @@ from ragen2_trl.envs.random_baseline import random_baseline
 
 COORDINATES = "Coordinates: \nBoard size: 6 rows x 6 cols (zero-indexed)."
 
-ROOMS = {
-    123: "######/######/#O####/#XP###/#__###/######",
-    124: "######/######/#O####/#X_###/#P####/######",
-    125: "######/#__O_#/#____#/#_X__#/#_P###/######",
-    126: "######/######/#_#O_#/#__X_#/#_#_P#/######",
-    10000: "######/#O####/#__###/#X_###/#_P_##/######",
-    10001: "######/#____#/#_OX_#/#_#P_#/######/######",
-    10002: "######/######/#P####/#X__##/#O__##/######",
-}
-
-MAPS = {
-    123: "____/__OP/G___/____",
-    124: "O__G/____/____/_O_P",
-    125: "____/____/G___/_P__",
-    126: "_O_O/___O/P_G_/____",
-    10000: "____/____/____/GP__",
-    10001: "_G__/___O/P_O_/____",
-    10002: "_P__/G___/__O_/O___",
-}
-
-GRIDS = {"sokoban": ROOMS, "frozen_lake": MAPS}
-
+ROOMS = {123: "######/######/#O####/#XP###/#__###/######", 125: "######/#__O_#/#____#/#_X__#/#_P###/######"}
 
 # SHA-256 of the grids of seeds 123 to 634, and of 10000 to 10799, joined by empty lines.
 HASHES = {
@@ -113,13 +92,9 @@ def test_the_first_training_grids_are_the_reference_s(name):
 
 @pytest.mark.parametrize("name", GRIDDED)
 def test_reference_splits_are_numbered_from_10000_and_123(name):
-    env = ragen2(name, split="ragen2", observation="grid")
+    env = ragen2(name, split="ragen2")
     for split, first in (("train", 10_000), ("test", 123)):
-        rows = env.dataset(3, seed=42, split=split).to_list()
-        assert [row["seed"] for row in rows] == [first, first + 1, first + 2]
-        for row in rows:
-            shown = env.episode(row, random.Random(0)).observation()
-            assert shown == GRIDS[name].get(row["seed"], shown.replace("\n", "/")).replace("/", "\n")
+        assert env.dataset(3, seed=42, split=split)["seed"][:] == [first, first + 1, first + 2]
 
 
 # Layout
