@@ -155,18 +155,23 @@ def test_brackets_without_end_are_no_record(record):
         read_run(record)
 
 
-def test_no_value_of_a_record_is_markup_on_the_card(record):
+def card_of_values(record, text):
+    """The card of a record whose names and values are a text wherever they can be."""
     about = json.loads((record / ABOUT).read_text())
-    about["settings"] |= {"snr_score": MARKDOWN, MARKDOWN: MARKDOWN, "seed": MARKDOWN}
-    about["settings"]["environment"] |= {"name": MARKDOWN, "options": {MARKDOWN: MARKDOWN}}
-    about["versions"] = {MARKDOWN: MARKDOWN, "trl": MARKDOWN}
+    about["settings"] |= {"snr_score": text, text: text, "seed": text}
+    about["settings"]["environment"] |= {"name": text, "options": {text: text}}
+    about["versions"] = {text: text, "trl": text}
     (record / ABOUT).write_text(json.dumps(about))
     state = json.loads((record / STATE).read_text())
     for row in state["log_history"]:
-        row[f"env/{MARKDOWN}/success"] = row.pop("env/frozen_lake/success")
+        row[f"env/{text}/success"] = row.pop("env/frozen_lake/success")
     (record / STATE).write_text(json.dumps(state))
     (record / "diagnostics" / "reward_variance.png").touch()  # its caption names the score
-    _, card = tell(record)
+    return tell(record)[1]
+
+
+def test_no_value_of_a_record_is_markup_on_the_card(record):
+    card = card_of_values(record, MARKDOWN)
     html = MarkdownIt("commonmark", {"html": True}).enable("table").render(card.text)
     assert "<script" not in html and 'evil.example/x.png"' not in html and "Owned</h1>" not in html
     assert html.count("<h1>") == 1
@@ -176,17 +181,7 @@ def test_no_value_of_a_record_is_markup_on_the_card(record):
 
 
 def test_no_value_of_a_record_steers_a_terminal_that_shows_the_card(record):
-    steering = "\x1b[2J\x9b31m\u202elake"
-    about = json.loads((record / ABOUT).read_text())
-    about["settings"] |= {"snr_score": steering}
-    about["settings"]["environment"] |= {"name": steering, "options": {steering: steering}}
-    about["versions"] = {"trl": steering}
-    (record / ABOUT).write_text(json.dumps(about))
-    state = json.loads((record / STATE).read_text())
-    for row in state["log_history"]:
-        row[f"env/{steering}/success"] = row.pop("env/frozen_lake/success")
-    (record / STATE).write_text(json.dumps(state))
-    _, card = tell(record)
+    card = card_of_values(record, "\x1b[2J\x9b31m\u202elake")
     assert "lake" in card.text and not {*"\x1b\x9b\u202e"} & {*str(card)}
 
 
