@@ -1,6 +1,5 @@
 """Runs as they lie on disk, healthy and collapsed, and the page that the report makes of them."""
 
-import base64
 import fcntl
 import json
 import math
@@ -98,11 +97,6 @@ class Browser:
         said = [json.dumps(event["args"]) for event in self._seen("Runtime.consoleAPICalled")]
         thrown = [json.dumps(event["exceptionDetails"]) for event in self._seen("Runtime.exceptionThrown")]
         return logged + said + thrown
-
-    def screenshot(self, path: Path, whole: bool = False) -> None:
-        """Write a PNG of the window or of the whole page."""
-        data = self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
-        path.write_bytes(base64.b64decode(data))
 
     def _seen(self, method: str) -> list[dict[str, Any]]:
         return [event["params"] for event in self.events if event.get("method") == method]

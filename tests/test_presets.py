@@ -143,26 +143,13 @@ def test_bandit_has_no_rules_and_says_nothing_of_payments(marked):
     assert marked("bandit").prompt(row)[1]["content"].endswith(f"\n1 left. {FORM}")
 
 
-@pytest.mark.parametrize(
-    ("symbols", "line", "legend"),
-    [
-        (
-            "W.GCBA@",
-            "WBAWWW",
-            "W: wall, .: empty, G: target, C: box on target, B: box, A: player, @: player on target",
-        ),
-        (
-            "#_O√XPS",
-            "#XP###",
-            "#: wall, _: empty, O: target, √: box on target, X: box, P: player, S: player on target",
-        ),
-    ],
-)
-def test_other_symbols_have_the_right_legend(symbols, line, legend):
+@pytest.mark.parametrize(("symbols", "line"), [("W.GCBA@", "WBAWWW"), ("#_O√XPS", "#XP###")])
+def test_other_symbols_have_the_right_legend(symbols, line):
     env = ragen2("sokoban", symbols=symbols)
     play = numbered_play(env, 123)
     assert line in play.episode.observation().split("\n")
-    assert legend in env.system_text()
+    cells = ("wall", "empty", "target", "box on target", "box", "player", "player on target")
+    assert ", ".join(map("{}: {}".format, symbols, cells)) in env.system_text()
     _, _, target, _, box, player, _ = symbols
     reasoning, _ = play.episode.plan(random.Random(0))
     assert reasoning.startswith(f"{player} c4, {box} b4, {target} b3")
