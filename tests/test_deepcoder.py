@@ -14,9 +14,6 @@ from ragen2_trl.envs.deepcoder.statements import Statement
 pytestmark = pytest.mark.needs("bubblewrap")
 
 
-# Options
-
-
 def test_without_bubblewrap_it_refuses_and_tells_how_to_install_it(monkeypatch):
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match=r"(?s)apt-get install bubblewrap.*`allow_unsafe_sandbox=True`") as error:
@@ -24,9 +21,6 @@ def test_without_bubblewrap_it_refuses_and_tells_how_to_install_it(monkeypatch):
     assert "allow_unsafe=" not in str(error.value)  # no other name of the option
     unsafe = DeepCoder(allow_unsafe_sandbox=True)
     assert play(unsafe, SCRIPT, answer(DOUBLE))[0].outcome.success
-
-
-# Generated problems
 
 
 def test_prompts_show_the_public_tests_and_no_others():
@@ -41,9 +35,6 @@ def test_prompts_show_the_public_tests_and_no_others():
             text = json.dumps(given_input[0]) if row["function"] else given_input.strip()
             assert (text in shown) == (index < 2)
         assert row["solution"] not in shown
-
-
-# The floor: measured with 150 held-out problems of 4 tests each, 2 of them hidden: no success, return 0.03.
 
 
 # Rewards

@@ -231,9 +231,6 @@ def test_prompts_of_a_file_are_sampled_for(tmp_path):
     assert (tmp_path / "diagnosis" / "diagnosis.json").exists()
 
 
-# Hostile text
-
-
 @pytest.mark.parametrize(
     "hostile",
     [

@@ -66,9 +66,6 @@ def said(*actions):
     return f"I go.</think> <answer>{' || '.join(actions)}</answer>"
 
 
-# Content
-
-
 def test_the_check_grid_of_the_larger_room_comes_out():
     env = ragen2("sokoban", size=8, boxes=2, search_depth=10, observation="grid")
     shown = "########/#_____##/#__O__##/#_X#__##/#XP___##/#O___###/#_##_###/########"
@@ -306,17 +303,11 @@ def test_numbered_tasks_are_never_made_impossible(name):
         ragen2(name, impossible=0.5, split="ragen2").dataset(1, **options)
 
 
-# The random baseline
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "floor"), [("sokoban", 0.178), ("frozen_lake", 0.245)])
 def test_the_random_baseline_of_ragens_validation_is_the_one_that_was_measured(name, floor):
     env = ragen2(name, split="ragen2")
     assert random_baseline(env, env.dataset(512, split="test"), samples=8) == pytest.approx(floor, abs=0.02)
-
-
-# The command line
 
 
 def test_the_list_of_tasks_names_options_and_presets(capsys, monkeypatch):

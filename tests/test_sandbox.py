@@ -174,9 +174,6 @@ def test_bad_limits_are_named():
         Sandbox(places=0)
 
 
-# Network
-
-
 def test_no_network_is_reachable(sandbox):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

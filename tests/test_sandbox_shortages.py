@@ -139,9 +139,6 @@ def test_a_shortage_of_descriptors_that_passes_costs_no_reward():
     assert done.stdout == "1.0\n", done.stderr
 
 
-# Places
-
-
 def test_threads_and_processes_share_the_places_of_a_machine():
     """Two processes with four threads each never have more than two programs running."""
     program = "import time\nprint(time.monotonic())\ntime.sleep(0.1)\nprint(time.monotonic())"

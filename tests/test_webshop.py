@@ -71,9 +71,6 @@ def test_price_limit_is_the_larger_of_two_steps_above_the_price():
     assert price_limit(985.0, rng) == NO_LIMIT
 
 
-# Pages
-
-
 def test_a_visit_goes_from_search_to_purchase():
     episode = shop()
     assert episode.observation() == "Wanted: find me a waterproof rain jacket\nSearch page."

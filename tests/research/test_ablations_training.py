@@ -73,9 +73,6 @@ def with_mixin(mixin, algorithm):
     return type(mixin.__name__, (mixin, algorithm.trainer), {})
 
 
-# Quarters of the groups
-
-
 # Groups at random
 
 
@@ -210,9 +207,6 @@ def test_advantages_are_scaled_by_the_kept_fraction_and_regularisers_are_not(
     if algorithm is not RLOO:
         alone = regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settings)
     assert_close(gradient, {name: factor * plain[name] + (1 - factor) * alone[name] for name in plain})
-
-
-# Optimizer steps
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])

@@ -100,9 +100,6 @@ def history(folder: Path) -> list[dict]:
     return json.loads((folder / HISTORY_FILE).read_text())
 
 
-# Whole runs
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("kill", [pytest.param(signal.SIGINT, id="ctrl-c"), pytest.param(signal.SIGKILL, id="killed")])
 def test_runs_that_were_stopped_go_on_and_end_with_the_numbers_of_whole_ones(kill, plan, tmp_path):
