@@ -44,9 +44,6 @@ CORRELATION = {
     "y": "success/last_fifth",
     "expects": ">",
 }
-RATIO = {**GAIN, "kind": "ratio", "statistic": "seconds_to_reach", "target": 0.5, "than": 0.9}
-MEAN = {"name": "m", "kind": "mean", "statistic": "kept/mean", "expects": ">", "of": FILTER}
-EARLIER = {"name": "e", "kind": "earlier", "first": "retrieval", "then": "success", "of": NONE, "expects": ">"}
 PLAN = {
     "id": "small",
     "claim": "The filter gains.",
@@ -112,26 +109,6 @@ def refused(capsys):
         return " ".join(said.split())
 
     return refused
-
-
-@pytest.mark.parametrize(
-    ("check", "said"),
-    [
-        ({**GAIN, "kind": ["trend"]}, "kind=['trend'] is not supported; allowed: difference, trend"),
-        ({**GAIN, "statistic": [1]}, "check 'gain': statistic=[1] is not supported; allowed: a text"),
-        ({**GAIN, "kind": "trend", "axis": ["slip"]}, "[0].axis must be one of ['method', 'slip'], got ['slip']"),
-        ({**GAIN, "expects": "=", "within": "abc"}, "within='abc' is not supported; allowed: a number of at least 0"),
-        ({**MEAN, "than": "half"}, "than='half' is not supported; allowed: a number"),
-        ({**RATIO, "target": "half"}, "target='half' is not supported; allowed: a number, or levels by axis"),
-        ({**RATIO, "than": 0}, "than=0 is not supported; allowed: a number above 0"),
-        ({**EARLIER, "fall": "abc"}, "fall='abc' is not supported; allowed: a number between 0 and 1"),
-        ({**CORRELATION, "than": 0.5}, "than=0.5 is not supported; allowed: a text"),
-        ({**CORRELATION, "of": FILTER}, "of and against must be there together"),
-    ],
-)  # fmt: skip
-def test_a_check_of_another_type_is_named(check, said, folder, refused):
-    write(folder, {**PLAN, "checks": [check]})
-    assert said in refused("run small.yaml")
 
 
 @pytest.mark.parametrize(
