@@ -1,5 +1,6 @@
 """Puzzles of reasoning-gym: rows, and scorers that read hostile text."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import launch
 from torch.utils.data import DataLoader
 
 from ragen2_trl.envs import make_env
@@ -226,6 +228,20 @@ def test_no_scorer_is_left_of_a_process_that_is_killed_in_the_middle_of_an_answe
         time.sleep(0.5)  # it is at the answer that takes for ever
         asking.kill()
     assert ends(pid)
+
+
+@pytest.mark.slow
+def test_puzzles_train_on_two_processes_each_with_a_scorer_of_its_own(tmp_path):
+    launch("puzzles.py", 2, tmp_path)
+    told = [json.loads((tmp_path / f"{process}.json").read_text()) for process in (0, 1)]
+    for process in told:
+        assert process["scores"] == process["expected"] and len(set(process["scores"])) == 2
+        assert process["kept"] == [0.5, 0.5]
+        assert process["moved"]
+    assert told[0]["rewards"] == told[1]["rewards"] == [0.25, 0.25]
+    pids = {process["scorer"] for process in told}
+    assert len(pids) == 2
+    assert all(map(ends, pids))
 
 
 def test_the_solver_solves_and_no_text_raises():

@@ -133,3 +133,64 @@ def test_further_seeds_of_few_settings_do_not_make_a_correlation_sure():
     alone = [str(i) for i in range(50)]
     clustered, single = (correlation_interval(x, y, names) for names in (settings, alone))
     assert clustered.high - clustered.low > 1.5 * (single.high - single.low)
+
+
+def coverage(draw, interval, repeats=1500):
+    """How often an interval holds 0, the true mean."""
+    held = [low <= 0 <= high for low, high in (interval(draw()) for _ in range(repeats))]
+    return sum(held) / repeats
+
+
+def student(values):
+    found = mean_interval(values)
+    return found.low, found.high
+
+
+def bootstrapped(method, rng):
+    def interval(values):
+        found = stats.bootstrap((values,), np.mean, n_resamples=399, method=method, rng=rng).confidence_interval
+        return found.low, found.high
+
+    return interval
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seeds", "held_by_bootstrap"), [(5, 0.87), (10, 0.94)])
+def test_students_interval_holds_95_percent_where_the_bootstrap_does_not(seeds, held_by_bootstrap):
+    """Paired differences of success on 1024 episodes between runs whose true success differs by 2 points or so."""
+    rng = np.random.default_rng(seeds)
+
+    def draw():
+        truth = np.clip(rng.normal(0.6, 0.02, (2, seeds)), 0, 1)
+        first, second = rng.binomial(1024, truth) / 1024
+        return first - second
+
+    assert 0.935 <= coverage(draw, student, 3000) <= 0.965
+    for method in ("percentile", "BCa"):
+        assert coverage(draw, bootstrapped(method, rng), 400) < held_by_bootstrap
+
+
+@pytest.mark.slow
+def test_no_interval_of_five_seeds_is_safe_where_one_run_in_five_collapses():
+    """A limit that the page on experiments names: a third of all fives have no collapse to learn of."""
+    rng = np.random.default_rng(3)
+
+    def draw():
+        first, second = rng.normal(0.6, 0.03, (2, 5))
+        return first - 0.3 * (rng.random(5) < 0.2) - second + 0.06
+
+    assert 0.7 < coverage(draw, student) < 0.85
+
+
+@pytest.mark.full
+def test_the_correlation_of_a_dozen_settings_is_held_in_95_percent():
+    rng = np.random.default_rng(4)
+    held, repeats, settings = 0, 120, [str(i // 5) for i in range(60)]
+    x, y = rng.normal(size=(2, 2, 200_000))
+    truth = stats.spearmanr(x[0] + 0.5 * x[1], 0.6 * x[0] + 0.8 * y[0] + 0.5 * y[1]).statistic
+    for _ in range(repeats):
+        u, v = rng.normal(size=(2, 12, 1))
+        a, b = u + 0.5 * rng.normal(size=(12, 5)), 0.6 * u + 0.8 * v + 0.5 * rng.normal(size=(12, 5))
+        found = correlation_interval(a.ravel(), b.ravel(), settings)
+        held += found.low <= truth <= found.high
+    assert held / repeats >= 0.91  # 95 % within two standard errors
