@@ -10,24 +10,6 @@ from ragen2_trl.envs.bandit import PAIRS, Bandit
 ROW = {"seed": 1, "names": ["Pond", "Rapids"], "bold": "Rapids"}
 
 
-def test_the_cautious_machine_always_pays_a_tenth():
-    for seed in range(20):
-        play = Bandit().play(ROW, random.Random(seed))
-        play.respond(format_response("", ["pond"]))
-        assert (play.outcome.episode_return, play.outcome.success, play.done) == (0.1, False, True)
-
-
-def test_the_bold_machine_pays_one_in_four_and_is_a_success_in_either_case():
-    returns = []
-    for seed in range(4000):
-        play = Bandit().play(ROW, random.Random(seed))
-        play.respond(format_response("", ["Rapids"]))
-        assert play.outcome.success
-        returns.append(play.outcome.episode_return)
-    assert set(returns) == {0.0, 1.0}
-    assert sum(returns) / 4000 == pytest.approx(0.25, abs=0.02)
-
-
 def test_several_turns_pay_for_each_pull_and_the_last_one_decides():
     play = Bandit(multi_turn=True).play(ROW, random.Random(0))
     for name in ["Rapids", "Pond", "Pond", "Pond", "Pond"]:

@@ -1,33 +1,27 @@
 """The model cards that real trainings leave: what they say, and that it is true."""
 
-import copy
 import json
+import logging
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-from cards import OURS, STOCK, TOKEN, figures_in, make, read_card, rows_of, section_of
+from cards import OURS, STOCK, BrokenCard, Watcher, figures_in, make, read_card, rows_of, section_of
 from cards import trained_fixture as trained_fixture
 from cards import without_figures_fixture as without_figures_fixture
 from conftest import PROMPTS
 from datasets import Dataset
 from huggingface_hub import ModelCard
 
-from ragen2_trl import MutualInformationCallback
+from ragen2_trl.callbacks import run_record
 from ragen2_trl.callbacks.run_record import RunRecord
 from ragen2_trl.envs import DatasetEnvironment, make_env
-from ragen2_trl.record.run import MEAN_OVER, Run, run_of, running_means
+from ragen2_trl.record.group_rewards import read_group_rewards
+from ragen2_trl.record.run import MEAN_OVER, Run, read_run, run_of, running_means
+from ragen2_trl.record.saved_measurement import SavedMeasurement
 from ragen2_trl.record.settings import public_prompt
-from ragen2_trl.redaction import HIDDEN
-from ragen2_trl.report.card import (
-    FIGURES,
-    HEADING,
-    add_diagnostics,
-    diagnostics_section,
-    headline,
-    inline,
-)
+from ragen2_trl.report.card import FIGURES, HEADING, add_diagnostics, diagnostics_section, headline, inline
 
 pytestmark = pytest.mark.slow
 
@@ -53,30 +47,20 @@ def test_numbers_on_the_card_are_those_of_the_uploaded_state(trained):
     trainer, _ = trained
     folder = Path(trainer.args.output_dir)
     history = json.loads((folder / "diagnostics" / "trainer_state.json").read_text())["log_history"]
-    rows = [row for row in history if "reward" in row]
-    measured = [row["mi/first_turn/retrieval_accuracy"] for row in rows]
-    best = max(range(4), key=lambda i: measured[i])
-    table = rows_of(read_card(folder))
-    chances = [row["mi/first_turn/retrieval_chance"] for row in rows]
-    told = [f"{value:.1%} (chance {of_it:.1%})" for value, of_it in zip(measured, chances, strict=True)]
-    peak = f"{told[best].removesuffix(')')}, step {rows[best]['step']})"
-    assert table["retrieval accuracy"][:3] == [told[0], told[-1], peak]
-    rewards = [row["reward"] for row in rows]
-    pairs = [(rewards[i] + rewards[i + 1]) / 2 for i in range(3)]  # means over half of a run of four steps
-    assert table["reward in training"][:2] == [f"{pairs[0]:.3f}", f"{pairs[-1]:.3f}"]
+    *_, before, last = [row for row in history if "reward" in row]
     results = {result.metric_type: result for result in ModelCard.load(folder / "README.md").data.eval_results}
-    assert results["mean_reward"].metric_value == pytest.approx(pairs[-1], abs=1e-6)
-    assert results["retrieval_accuracy"].metric_value == pytest.approx(measured[-1], abs=1e-6)
-    assert results["retrieval_chance"].metric_value == pytest.approx(chances[-1], abs=1e-6)
-    assert results["mutual_information"].metric_value == pytest.approx(rows[-1]["mi/first_turn/mi_seq"], abs=1e-6)
+    reward = (before["reward"] + last["reward"]) / 2  # a mean over half of a run of four steps
+    assert results["mean_reward"].metric_value == pytest.approx(reward, abs=1e-6)
+    for kind, key in (
+        ("mutual_information", "mi_seq"),
+        *((f"retrieval_{one}",) * 2 for one in ("accuracy", "chance")),
+    ):
+        assert results[kind].metric_value == pytest.approx(last[f"mi/first_turn/{key}"], abs=1e-6)
     assert all(result.verified is False and result.dataset_name == "bandit" for result in results.values())
-    if type(trainer) is OURS:
-        kept = [row["snr/kept_fraction"] for row in rows]
-        assert table["completions kept"][1] == f"{sum(kept[-2:]) / 2:.1%}"
-        share = rows[-1]["cost/update_positions"] / rows[-1]["cost/plain_update_positions"]
-        assert table["update positions (times plain TRL)"][1] == f"{share:.2f}"
-    else:
-        assert "completions kept" not in table
+    table, accuracy = rows_of(read_card(folder)), last["mi/first_turn/retrieval_accuracy"]
+    assert table["retrieval accuracy"][1] == f"{accuracy:.1%} (chance {last['mi/first_turn/retrieval_chance']:.1%})"
+    assert table["reward in training"][1] == f"{reward:.3f}"
+    assert ("completions kept" in table) == (type(trainer) is OURS)
 
 
 def test_the_card_says_how_the_run_was_made(trained):
@@ -110,13 +94,6 @@ def test_the_quick_start_asks_a_question_of_the_task(trained):
         exec(script, {"print": lambda *_: None})
     env = make_env("bandit", max_actions=2, protocol="text")
     assert asked == [env.dataset(1, seed=0)[0]["prompt"]]
-
-
-def test_the_quick_start_shows_no_prompt_of_a_dataset(policy_path, tmp_path, without_figures):
-    trainer = make(STOCK, policy_path, tmp_path, callback=True)
-    trainer.create_model_card()
-    text = read_card(tmp_path)
-    assert "question = " in text and not any(prompt in text for prompt in PROMPTS)
 
 
 def test_a_dataset_that_is_a_task_stays_out_of_the_quick_start():
@@ -240,21 +217,112 @@ def test_running_means_span_ten_steps_or_half_of_a_short_run():
     assert running_means([]) == []
 
 
-def test_tokens_in_arguments_survive_copies_but_no_pickle(tmp_path, policy_path):
-    trainer = make(STOCK, policy_path, tmp_path / "run", callback=False, model_init_kwargs={"token": TOKEN})
-    torch.save(trainer.args, tmp_path / "before")
-    assert TOKEN.encode() in (tmp_path / "before").read_bytes()  # what transformers does on its own
-    given = trainer.args
-    trainer.add_callback(MutualInformationCallback(trainer))
-    assert type(given.hub_token) is str and given.hub_token == TOKEN  # the user's own arguments stay as they are
-    assert given.model_init_kwargs == {"token": TOKEN}
-    torch.save(trainer.args, tmp_path / "after")
-    assert TOKEN.encode() not in (tmp_path / "after").read_bytes()
-    loaded = torch.load(tmp_path / "after", weights_only=False)
-    assert (loaded.hub_token, loaded.model_init_kwargs) == (None, {"token": HIDDEN})
-    assert type(loaded) is type(given)
-    assert TOKEN not in trainer.args.to_json_string()  # what trackers get
-    for args in (copy.copy(trainer.args), copy.deepcopy(trainer.args)):
-        assert args.hub_token == TOKEN
-        assert f"Bearer {args.hub_token}" == f"Bearer {TOKEN}"
-    assert TOKEN not in str(trainer.args)
+# Cards of runs that resumed, raised, stopped or trained twice
+
+
+def test_a_resumed_run_says_so_and_shows_no_evaluation_of_the_run_before(policy_path, tmp_path, without_figures):
+    folder = tmp_path / "run"
+    make(OURS, policy_path, folder, max_steps=2, save_steps=1).train()
+    for when in ("before", "after"):
+        metrics = {"success": 0.25, "success_ci_low": 0.2, "success_ci_high": 0.3}
+        (folder / f"evaluation_{when}.json").write_text(json.dumps(metrics))
+    trainer, watcher = make(OURS, policy_path, folder, save_steps=1), Watcher()
+    trainer.add_callback(watcher)
+    trainer.train(resume_from_checkpoint=True)
+    assert list(watcher.cards) == [3, 4]
+    for text in (watcher.cards[3], read_card(folder)):
+        assert re.search(r"resumed .* at step 2\b", section_of(text))
+        assert rows_of(text)["held-out success"][:2] == ["25.0% (20.0% to 30.0%)", ""]
+    run = run_of(trainer)
+    assert [step for step, _ in run.points("mi/first_turn/mi_seq")] == [1, 2, 3, 4]
+    assert [path.name for path in run.measurements] == [f"measurement_0000{step}.json" for step in (1, 2, 3, 4)]
+    assert read_run(folder).resumed_at == [2]
+
+
+def test_a_run_that_raised_is_unfinished_and_a_fresh_one_shows_nothing_of_it(policy_path, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    trainer = make(OURS, policy_path, folder)
+    trainer.add_callback(Watcher(raise_at=3))
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    assert "unfinished: at step 2 of 4" in read_card(folder)
+    assert figures_in(folder) == set()
+    state = (folder / "diagnostics" / "trainer_state.json").read_text()
+    make(OURS, policy_path, folder).create_model_card("run")  # in a new process, to upload what a killed one left
+    assert figures_in(folder) == set(FIGURES) - {"held_out"}
+    assert "unfinished: at step 2 of 4" in read_card(folder)
+    assert "not drawn yet" not in read_card(folder)
+    assert (folder / "diagnostics" / "trainer_state.json").read_text() == state
+    with monkeypatch.context() as patch:
+        patch.setattr(run_record, "write_figures", lambda run: run)
+        trainer.create_model_card("run")
+    assert "unfinished: at step 3 of 4" in read_card(folder)
+    (folder / "log_history.json").write_text("[{}]")
+    again, watcher = make(OURS, policy_path, folder, callback=False, max_steps=2), Watcher(raise_at=1)
+    again.add_callback(watcher)
+    with pytest.raises(RuntimeError):
+        again.train()
+    run = read_run(folder)
+    assert (run.status, run.rows, run.measurements) == ("unfinished: at step 0 of 2", [], [])
+    again.remove_callback(watcher)
+    again.train()  # the same trainer, from the start
+    assert "finished 2 steps" in read_card(folder)
+    assert "was not measured" in section_of(read_card(folder))
+    assert "retrieval accuracy (" not in read_card(folder)
+    assert figures_in(folder) == {"training"}
+    assert [generation.step for generation in read_group_rewards(folder)] == [1, 2]
+
+
+def test_a_run_that_was_stopped_says_where(policy_path, tmp_path, without_figures):
+    trainer = make(STOCK, policy_path, tmp_path / "run")
+    trainer.add_callback(Watcher(stop_at=3))
+    trainer.train()
+    assert "stopped at step 3 of 4" in section_of(read_card(tmp_path / "run"))
+
+
+def test_one_trainer_trains_twice_and_tells_of_the_second_time(policy_path, tmp_path, without_figures):
+    trainer = make(STOCK, policy_path, tmp_path / "run")
+    trainer.train()
+    trainer.args.max_steps = 2
+    trainer.train()
+    run = run_of(trainer)
+    assert (run.status, run.resumed_at, len(run.rows), len(run.judgements)) == ("finished 2 steps", [], 2, 2)
+    assert len(run.measurements) == 2
+    assert read_card(tmp_path / "run").count(HEADING) == 1
+
+
+def test_without_checkpoints_the_run_can_be_read_all_the_same(policy_path, tmp_path):
+    make(STOCK, policy_path, tmp_path / "run", save_strategy="no", max_steps=1).train()
+    assert read_run(tmp_path / "run").status == "finished 1 step"
+    assert not (tmp_path / "run" / "README.md").exists()
+
+
+def test_broken_metadata_is_a_warning_and_training_goes_on(policy_path, tmp_path, without_figures, caplog):
+    trainer = make(BrokenCard, policy_path, tmp_path / "run", max_steps=2)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert "README.md" in caplog.text and "metadata" in caplog.text
+    assert read_run(tmp_path / "run").status == "finished 2 steps"
+
+
+@pytest.mark.parametrize("save_strategy", ["no", "steps"])
+def test_a_record_that_cannot_be_written_costs_no_training(policy_path, tmp_path, monkeypatch, caplog, save_strategy):
+    def fail(trainer):
+        raise OSError("no space left")
+
+    for name in ("write_run", "write_figures"):
+        monkeypatch.setattr(run_record, name, fail)
+    monkeypatch.setattr(SavedMeasurement, "save", lambda *_: fail(None))
+    trainer = make(OURS, policy_path, tmp_path / "run", max_steps=2, save_strategy=save_strategy)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert "record of this run" in caplog.text and "no space left" in caplog.text
+
+
+def test_a_log_of_odd_numbers_is_written(policy_path, tmp_path, without_figures):
+    trainer = make(STOCK, policy_path, tmp_path / "run", max_steps=1, save_strategy="no")
+    log = trainer.log
+    trainer.log = lambda logs, *rest: log({**logs, "mine": np.float32(0.5)}, *rest)
+    trainer.train()
+    assert read_run(tmp_path / "run").status == "finished 1 step"

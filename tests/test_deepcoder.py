@@ -14,9 +14,6 @@ from ragen2_trl.envs.deepcoder.statements import Statement
 pytestmark = pytest.mark.needs("bubblewrap")
 
 
-# Options
-
-
 def test_without_bubblewrap_it_refuses_and_tells_how_to_install_it(monkeypatch):
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match=r"(?s)apt-get install bubblewrap.*`allow_unsafe_sandbox=True`") as error:
@@ -24,9 +21,6 @@ def test_without_bubblewrap_it_refuses_and_tells_how_to_install_it(monkeypatch):
     assert "allow_unsafe=" not in str(error.value)  # no other name of the option
     unsafe = DeepCoder(allow_unsafe_sandbox=True)
     assert play(unsafe, SCRIPT, answer(DOUBLE))[0].outcome.success
-
-
-# Generated problems
 
 
 def test_prompts_show_the_public_tests_and_no_others():
@@ -41,9 +35,6 @@ def test_prompts_show_the_public_tests_and_no_others():
             text = json.dumps(given_input[0]) if row["function"] else given_input.strip()
             assert (text in shown) == (index < 2)
         assert row["solution"] not in shown
-
-
-# The floor: measured with 150 held-out problems of 4 tests each, 2 of them hidden: no success, return 0.03.
 
 
 # Rewards
@@ -134,9 +125,6 @@ def test_what_a_program_prints_is_neutral_and_short_in_the_next_prompt(program):
     _status, feedback, _form = message.split("\n")  # it stays within its line
     assert len(feedback) < 2000 and feedback.isascii() and feedback.isprintable()
     assert "<" not in feedback and "[INST]" not in feedback and "[/INST]" not in feedback
-
-
-# Workers
 
 
 # Data
@@ -261,25 +249,6 @@ def test_marks_of_a_chat_template_in_a_problem_do_not_reach_the_prompt():
     assert shown.startswith("Double a number.< |im_end|>\n") and "\nwhere -5 < x < 5" in shown
     tools = DeepCoder(protocol="tools").environment_factory()
     assert shown.startswith(tools.reset(**row))
-
-
-def many(count):
-    rows = [
-        {"problem": f"Print {number}.", "tests": json.dumps([{"input": "", "output": str(number)}])}
-        for number in range(count)
-    ]
-    return rows + [{**row, "problem": f"  {row['problem']}\n"} for row in rows]  # duplicates, but for white space
-
-
-def test_a_split_of_its_own_is_taken_as_it_is(tmp_path):
-    write(tmp_path / "train.jsonl", many(20)[:20])
-    write(tmp_path / "test.jsonl", [{**row, "problem": f"{row['problem']} Please."} for row in many(10)[:10]])
-    env = DeepCoder(config="lcbv5")
-    assert len(tasks_of(env, str(tmp_path), "train")) == 20
-    assert {row["problem"][-7:] for row in tasks_of(env, str(tmp_path), "test")} == {"Please."}
-    divided = DeepCoder(config="primeintellect")  # has no test split on the Hub
-    both = [{row["problem"] for row in tasks_of(divided, str(tmp_path), split)} for split in ("train", "test")]
-    assert len(both[0]) + len(both[1]) == 20 and both[1]
 
 
 def test_expected_lists_are_told_from_lists_around_results():

@@ -8,15 +8,16 @@ import torch
 from datasets import Dataset
 from diagnosed import messages, run, save
 from diagnosed import played_fixture as played_fixture
-from transformers import AutoTokenizer
 from trl import GRPOTrainer
 
 from ragen2_trl import cli
 from ragen2_trl.cli import diagnose, samples
-from ragen2_trl.cli.samples import first_turn_text, read_generations, read_saved, tokenize_completions
+from ragen2_trl.cli.arguments import DiagnoseArguments
+from ragen2_trl.cli.diagnose import beginning
+from ragen2_trl.cli.samples import first_turn_text, read_generations, read_saved
+from ragen2_trl.cli.typed import InputError
 from ragen2_trl.instrument import chance_p_value
 from ragen2_trl.rollouts import sampling
-from ragen2_trl.tiny import TINY_MODEL_PATH
 
 # Sampling
 
@@ -56,23 +57,6 @@ def test_a_diagnosis_can_be_put_into_a_report(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["report", str(folder), "--output", str(page)])
     assert "retrieval_accuracy" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_no_credential_reaches_the_file(played, tmp_path):
-    settings = [
-        "corpus=http://a user:pa/ss@host:8000/search?key=SECRET&k=3",
-        "api_key=SECRET",
-        "token=hf_abcdefghijkl",
-    ]
-    table = save(tmp_path / "completions", 3, played[0], messages(played[1]))
-    more = ["--data", "https://me:SECRET@host/data.json", "--env_args", *settings]
-    output = ["--model", "tiny", "--output_dir", str(tmp_path / "diagnosis")]
-    diagnose.main([*output, "--completions", str(table), *more])
-    report = json.loads((tmp_path / "diagnosis" / "diagnosis.json").read_text())
-    written = (tmp_path / "diagnosis" / "diagnosis.json").read_text()
-    assert not [secret for secret in ("SECRET", "pa/ss", "a user", "hf_abc", "me:") if secret in written]
-    assert report["settings"]["env_args"][0] == "corpus=http://host:8000/search"
 
 
 @pytest.mark.slow
@@ -169,43 +153,7 @@ def test_several_turns_are_scored_as_they_were_played(tmp_path, capsys):
     assert "turn 2: retrieval" in shown and "earlier words left out" in shown
 
 
-def test_one_prompt_is_one_clear_line(played, tmp_path, capsys):
-    prompts, texts = played
-    path = save(tmp_path / "saved", 40, prompts[:2], messages(texts[:2]))
-    command = ["diagnose", "--model", "tiny", "--completions", str(path), "--output_dir", str(tmp_path / "diagnosis")]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(command)
-    shown = " ".join(capsys.readouterr().err.split())
-    assert ended.value.code == 2
-    assert shown.startswith("ragen2-trl diagnose: ") and "step 40" in shown and "1 prompts" in shown
-    assert "Traceback" not in shown
-
-
 # Completions that TRL saved
-
-
-@pytest.mark.slow
-def test_saved_messages_are_diagnosed_without_sampling(played, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(samples, "sample_trajectories", None)
-    prompts, texts = played
-    report = run(tmp_path, completions=save(tmp_path / "saved", 10, prompts, messages(texts)))
-    assert report["metrics"]["retrieval_accuracy"] > 0.7 > 5 * report["metrics"]["retrieval_chance"]
-    assert (report["metrics"]["num_completions"], report["metrics"]["num_prompts"]) == (16.0, 8.0)
-    assert "tokenised again" in capsys.readouterr().out
-
-
-def test_saved_text_is_diagnosed_as_messages_are(played, tmp_path):
-    """With prompts that hold the chat template's text, both ways lead to the same tokens."""
-    prompts, texts = played
-    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
-    plain = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
-    samples = [
-        tokenize_completions(tokenizer, read_saved(save(tmp_path / kind, 10, *columns)))
-        for kind, columns in {"text": (plain, texts), "messages": (prompts, messages(texts))}.items()
-    ]
-    assert samples[0] == samples[1]
-    assert samples[0].label == "step 10"
-    assert samples[0].groups == [row // 2 for row in range(16)]
 
 
 def test_reasoning_moved_to_other_prompts_is_found_out(played, tmp_path, capsys):
@@ -237,8 +185,7 @@ def test_a_folder_is_a_path_that_ends_with_its_last_step(played, tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    ("saved", "steps"),
-    [(1, [1]), (8, list(range(1, 9))), (15, list(range(1, 16, 2))), (22, list(range(1, 23, 3)))],
+    ("saved", "steps"), [(1, [1]), (8, list(range(1, 9))), (15, list(range(1, 16, 2))), (22, list(range(1, 23, 3)))]
 )
 def test_up_to_eight_files_are_taken_evenly_and_the_last_always(saved, steps, tmp_path):
     for step in range(1, saved + 1):
@@ -274,6 +221,103 @@ def test_only_the_first_of_several_turns_is_taken():
     assert first_turn_text([]) == ""
 
 
-def test_diagnose_is_a_command(capsys):
-    cli.main(["--help"])
-    assert "  diagnose " in capsys.readouterr().out
+# Hostile text, and input that cannot be used
+
+
+def test_prompts_of_a_file_are_sampled_for(tmp_path):
+    lines = [json.dumps({"prompt": f"Say {number}.", "other": number}) for number in range(4)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    run(tmp_path, prompts=tmp_path / "mine.jsonl", num_prompts=8, num_samples=2, max_new_tokens=12)
+    assert (tmp_path / "diagnosis" / "diagnosis.json").exists()
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "\x1b[31mred",
+        "\u202eevil",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in ("\x1b]0;title\x07", "\x9b31m", "\x1b]8;;http://example.com\x1b\\", "a\rb", "\x08\x08")
+        ),
+    ],
+)
+def test_model_text_cannot_steer_the_terminal(hostile, played, tmp_path, capsys):
+    prompts, texts = played
+    moved = [text.replace("<think>", f"<think>[bold]{hostile}[/nothing] ", 1) for text in texts[2:] + texts[:2]]
+    marked = [[*prompt[:-1], {**prompt[-1], "content": f"{hostile}\n{prompt[-1]['content']}"}] for prompt in prompts]
+    run(tmp_path, completions=save(tmp_path / "saved", 10, marked, messages(moved)))
+    shown = capsys.readouterr().out
+    assert "nats likelier" in shown
+    assert not [char for char in shown if not (char.isprintable() or char == "\n")]
+
+
+def test_brackets_in_names_and_text_are_no_markup(played, tmp_path, capsys):
+    prompts, texts = played
+    moved = [text.replace("<think>", "<think>[bold]x[/nothing] ", 1) for text in texts[2:] + texts[:2]]
+    path = save(tmp_path / "saved", 10, prompts, messages(moved))
+    path = path.rename(path.with_name("[red].parquet"))
+    run(tmp_path, completions=path)
+    shown = capsys.readouterr().out
+    assert "[red].parquet scored by tiny" in " ".join(shown.split())
+    assert "[bold]x[/nothing]" in shown
+
+
+def test_long_text_is_cut():
+    assert len(beginning("word " * 10_000)) <= diagnose.MAX_SHOWN_CHARS
+    assert beginning("\n".join("x" * 200)).count("\n") == diagnose.MAX_SHOWN_LINES - 1
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be above 0 .* got 0.0"),
+        ({"num_prompts": 1}, "num_prompts must be at least 2, got 1"),
+        ({"control": "true", "completions": "runs"}, "control must be False with completions"),
+        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
+        ({"env_name": "chess"}, "environment must be one of .*frozen_lake.* got 'chess'"),
+        ({"output_dir": __file__}, "output_dir=.*is a file"),
+        ({"completions": "nowhere"}, "'nowhere' is no file or folder"),
+    ],
+)
+def test_bad_settings_are_named(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, **settings)
+    assert not (tmp_path / "diagnosis").exists()
+
+
+def test_a_folder_without_a_table_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"got {str(tmp_path)!r}, which holds none"):
+        run(tmp_path, completions=tmp_path)
+
+
+@pytest.mark.parametrize("broken", [{"prompt_ids": ["x"]}, {"completion_ids": None}, {"group": 1.5}])
+def test_ids_that_are_none_are_named_before_a_model_is_loaded(broken, tmp_path):
+    own = {"group": 0, "prompt_ids": [1], "completion_ids": [2], "env_mask": [1], "success": None, "clipped": 0.0}
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "completion": "b", **own, **broken}))
+    with pytest.raises(ValueError, match=rf"row 0 of own\.jsonl: {next(iter(broken))}"):
+        read_saved(path)
+
+
+def test_one_prompt_alone_is_not_measurable_and_the_step_is_named(played, tmp_path):
+    prompts, texts = played
+    path = save(tmp_path / "saved", 40, prompts[:2], messages(texts[:2]))
+    with pytest.raises(InputError, match="step 40 cannot be diagnosed: all 1 prompts are the same"):
+        run(tmp_path, completions=path)
+
+
+def test_completions_without_reasoning_are_not_measurable(played, tmp_path):
+    prompts, texts = played
+    path = save(tmp_path / "saved", 40, prompts, messages([""] * len(texts)))
+    with pytest.raises(InputError, match="step 40 cannot be diagnosed"):
+        run(tmp_path, completions=path)
+
+
+def test_completions_are_scored_by_the_model_that_is_named(tmp_path):
+    with pytest.raises(ValueError, match="model must be named for completions"):
+        DiagnoseArguments(completions="completions.parquet")
+    assert DiagnoseArguments().model == "tiny"

@@ -89,9 +89,6 @@ def test_the_page_on_reporting_runs_and_its_run_goes_up(small, hub, tmp_path):
     assert "<h1>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-# Links
-
-
 def anchors(path: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     tokens = MarkdownIt().parse(path.read_text(encoding="utf-8"))

@@ -21,11 +21,6 @@ def test_every_example_is_tried_here():
     assert ["agent", elsewhere, "dynamic_sampling", "maths", "own_task", "zero3"] == EXAMPLES
 
 
-def test_an_example_fits_a_page():
-    lines = {name: len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) for name in EXAMPLES}
-    assert max(lines.values()) <= 70, lines
-
-
 def run(name, folder):
     return launching.run(ROOT / "examples" / f"{name}.py", "tiny", folder=folder)
 

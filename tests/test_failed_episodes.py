@@ -13,7 +13,7 @@ from players import GROUP, Player, make_trainer, multi_turn_args
 from players import policy_fixture as policy_fixture
 from players import tokenizer_fixture as tokenizer_fixture
 from test_tool_environments import TEMPLATE
-from test_trl_play import Guess, rows_with
+from test_trl_play import Guess
 from test_trl_play import make as make_agent
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
@@ -126,15 +126,6 @@ def test_a_lost_connection_leaves_its_episode_out(kind, settings, error, policy,
     check_left_out(trainer, seen, 5, "frozen_lake", caplog.records)
 
 
-@pytest.mark.slow
-def test_an_episode_that_cannot_begin_is_left_out(policy, tokenizer, make_args, caplog):
-    trainer, env = player(policy, tokenizer, multi_turn_args(make_args, snr_strategy="nonzero"))
-    seen = see(trainer)
-    shaky(env, ConnectionError("refused"), 5, turn=0)
-    trainer.train()
-    check_left_out(trainer, seen, 5, "frozen_lake", caplog.records)
-
-
 def single_turn(policy_path, args, kind=SNRFilteredGRPOTrainer):
     """Completions that the reward function plays."""
     env = make_env("frozen_lake", size=3)
@@ -227,18 +218,6 @@ def test_our_tools_leave_an_episode_out(kind, turn, policy_path, make_args, capl
     first, second = logged(trainer)
     assert (first["env/frozen_lake/failed"], second["env/frozen_lake/failed"]) == (1 / ROWS, 0)
     assert sum("An episode has failed" in record.message for record in caplog.records) == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "error"), [(SNRFilteredGRPOTrainer, RuntimeError("rule")), (GRPOTrainer, ConnectionError("reset"))]
-)
-def test_our_tools_end_the_run(kind, error, policy_path, make_args):
-    trainer, env = tools_trainer(kind, policy_path, make_args, with_success=False)
-    shaky(env, error, 3, *[4] * isinstance(error, ConnectionError), turn=1)
-    with pytest.raises(type(error)) as raised:
-        trainer.train()
-    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
-    assert "frozen_lake, row " in told and "turn 1" in told
 
 
 class Dropped(Guess):
@@ -357,19 +336,6 @@ def test_evaluate_leaves_out_and_counts(policy, tokenizer):
     shaky(env, TimeoutError("late"), 4 + 3, 4 + 4, turn=1)
     with pytest.raises(ConnectionError, match=r"2 of 8 .*frozen_lake, row .* turn 1"):
         evaluate_model(policy, tokenizer, env, **limits)
-
-
-@pytest.mark.slow
-def test_held_out_rows_of_ones_own_environment_are_left_out_and_counted(policy_path, make_args):
-    trainer, kind = dropped(policy_path, make_args, "guess", of=(6,))
-    trainer.add_callback(
-        EnvironmentEvalCallback(
-            kind, trainer, every=1, num_samples=2, max_new_tokens=120, num_prompts=4, dataset=rows_with(3, 5, 3, 7)
-        )
-    )
-    trainer.train()
-    rows = [row for row in trainer.state.log_history if "eval/env/Dropped/success" in row]
-    assert [row.get("eval/env/Dropped/failed") for row in rows] == [1 / 8, None, None]
 
 
 def test_a_summary_without_failed_episodes():

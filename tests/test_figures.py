@@ -22,7 +22,6 @@ from plotted import (
     stock_history,
 )
 
-from ragen2_trl.record.run import running_means
 from ragen2_trl.report import (
     plot_comparison,
     plot_held_out,
@@ -155,13 +154,6 @@ def test_measurements_are_drawn_as_they_are_beside_chance():
     assert dependence.get_ylim()[0] < 0 < 1 < dependence.get_ylim()[1]
 
 
-@pytest.mark.parametrize("steps", [3, 5, 25, 100, 500])
-def test_lines_end_at_the_last_number_of_the_model_card(steps):
-    rows = history(steps, None)[:-1]
-    last = running_means([(row["step"], row["reward"]) for row in rows])[-1]
-    assert plot_training(rows).axes[0].lines[-1].get_xydata()[-1].tolist() == pytest.approx(last)
-
-
 @pytest.mark.parametrize("step", [{}, {"step": None}])
 def test_rows_without_a_step_are_left_out(step):
     stray = {"reward": 9.0, "snr/update_compute_fraction": 9.0} | step
@@ -228,17 +220,6 @@ def test_what_runs_have_in_common_is_compared_in_a_panel_each():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["filtered", "stock", "plain"]
 
 
-def test_chance_has_the_colour_of_its_run_where_runs_differ_in_it():
-    easier = history(40, 10)
-    for row in easier:
-        if "mi/first_turn/retrieval_chance" in row:
-            row["mi/first_turn/retrieval_chance"] = 0.5
-    axes = plot_comparison({"a": history(40, 10), "b": easier}, {}).axes[1]
-    chances, runs = ([one for one in axes.lines if (one.get_linestyle() == ":") == dotted] for dotted in (True, False))
-    assert [set(chance.get_ydata()) for chance in chances] == [{0.25}, {0.5}]
-    assert [chance.get_color() for chance in chances] == [run.get_color() for run in runs]
-
-
 @pytest.mark.parametrize("histories", [{}, {"a": [{"step": 1, "loss": 1.0}]}])
 def test_a_comparison_of_nothing_is_refused(histories):
     with pytest.raises(ValueError, match="histories"):
@@ -280,15 +261,6 @@ def test_matrix_of_a_dependent_policy_has_a_bright_diagonal():
     assert "100%" in title and "chance 12.5%" in title
 
 
-def test_one_absurd_pair_does_not_set_the_colours_of_the_others():
-    measured = measurement(8, 4, gain=0.2)
-    measured.cross_logps[0, (measured.prompt_index[0] + 1) % 8] = -1e6
-    figure = plot_matrix(measured)
-    low, high = figure.axes[0].images[0].get_clim()
-    assert -1 < low < 0
-    assert high == 0
-
-
 def test_quadrant_names_each_regime_in_its_corner():
     figure = plot_quadrant([(0.3, 2.7, "here")], upper_bound=2.77)
     corners = {text.get_text(): text.xy for text in figure.axes[0].texts if text.get_text() in REGIME_CORNERS}
@@ -302,19 +274,7 @@ def test_quadrant_names_each_regime_in_its_corner():
 PATHS = {
     "one": [(0.3, 2.7, "step 10")],
     "falling": [(0.8, 2.75, "step 10"), (0.7, 1.5, "step 20"), (0.75, 0.0, "step 30")],
-    "narrowing": [(0.6, 2.7, "step 10"), (0.05, 2.5, "step 20")],
     "negative": [(0.3, -0.4, "step 10"), (0.02, 0.1, "step 20")],
-    "collapsing": [
-        (0.39, 2.73, "step 10"),
-        (0.42, 2.62, "step 20"),
-        (0.48, 2.76, "step 30"),
-        (0.53, 2.77, "step 40"),
-        (0.76, 2.72, "step 50"),
-        (5.3, 1.5, "step 60"),
-        (5.85, 0.1, "step 70"),
-        (5.82, 0.04, "step 80"),
-    ],
-    "staying": [(0.30, 2.7, "step 10"), (0.33, 2.6, "step 20"), (0.32, 2.72, "step 30")],
 }
 
 
@@ -364,17 +324,3 @@ def test_groups_are_drawn_from_the_largest_score_down_and_kept_ones_in_colour(co
     assert axes.get_ylabel() == "reward std"
     shades = [sum(matplotlib.colors.to_rgb(bars.get_facecolor())) / 3 for bars in axes.patches]
     assert shades[1] - shades[0] > 0.25  # apart in greyscale
-
-
-@pytest.mark.parametrize(
-    ("scores", "kept", "said"),
-    [
-        ([0.0] * 8, None, "8 groups"),
-        ([0.0] * 8, [False] * 8, "kept: 0 of 8 groups"),
-        ([0.5, -0.1], [True, False], "kept: 1 of 2 groups"),
-    ],
-)
-def test_groups_without_a_positive_sum_have_no_share_of_it(scores, kept, said):
-    (axes,) = plot_reward_variance(scores, kept).axes
-    assert legend(axes)[0] == said
-    assert len(axes.texts) == (not any(scores))

@@ -23,9 +23,6 @@ from ragen2_trl.envs.frozen_lake import (
 from ragen2_trl.envs.ragen2.frozen_lake import RagenFrozenLake
 from ragen2_trl.envs.tasks import held_out
 
-# Options
-
-
 # Text
 
 
@@ -100,9 +97,6 @@ def test_actions_beyond_the_limit_are_ignored():
     assert score(FrozenLake(max_actions=5), plan) == [1.0]
     assert score(FrozenLake(max_actions=4), plan) == [0.0]
     assert play(FrozenLake(max_actions=5), plan)[0].outcome.valid_turns == 1
-
-
-# The floor: what a player gets who looks at nothing. Measured with 5,000 held-out maps; standard error 0.006.
 
 
 @pytest.mark.parametrize("slip", [0.0, 0.02, 0.3, 1.0])

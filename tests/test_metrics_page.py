@@ -30,12 +30,7 @@ def test_the_committed_page_is_what_the_registry_generates():
 def test_no_key_is_two_metrics():
     names = [re.sub(r"\{k\}", "1", one.name) for one in METRICS]
     assert len(names) == len(set(names))
-    places = {
-        "scope": "trajectory/turn_1",
-        "task": "lake",
-        "bound": "",
-        "form": "seq",
-    }
+    places = {"scope": "trajectory/turn_1", "task": "lake", "bound": "", "form": "seq"}
     places |= {"side": "low", "extreme": "min"}
     for one in METRICS:
         assert metric(one.name.format(k=1, **places)) is one

@@ -96,16 +96,6 @@ def test_the_warm_start_that_a_cold_run_names_is_taken(policy_path, tmp_path, ca
     assert "size=5" in arguments and len(taken(arguments, tmp_path)) > 0
 
 
-def test_the_list_of_recipes_and_of_tasks_name_commands_that_run(tmp_path, capsys):
-    cli.main(["recipes"])
-    assert "ragen2-trl recipes NAME" in capsys.readouterr().out
-    cli.main(["recipes", next(iter(RECIPES))])
-    assert capsys.readouterr().out.strip()
-    cli.main(["envs"])
-    assert "ragen2-trl envs NAME" in capsys.readouterr().out
-    cli.main(["envs", "sokoban"])
-
-
 @pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("ragen2/")])
 def test_each_recipe_that_is_listed_is_taken_by_its_command(name, tmp_path):
     given = ["--recipe", name, "--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]

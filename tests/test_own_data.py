@@ -180,6 +180,10 @@ def test_a_name_of_the_hub_without_a_network_names_what_can_be_had_without_one(m
 @pytest.mark.parametrize(
     ("given", "named"),
     [
+        ("--dataset mine.jsonl", ["reward"]),
+        ("--reward somebodys:digit", ["dataset"]),
+        ("--dataset mine.jsonl --reward somebodys:nobody", ["somebodys:nobody"]),
+        ("--dataset mine.jsonl --reward somebodys:digit --multi_turn true", ["multi_turn"]),
         ("--dataset nothing.jsonl --reward somebodys:digit", ["dataset", "nothing.jsonl"]),
         ("--dataset ./nothing --reward somebodys:digit", ["dataset", "./nothing"]),
         ("--dataset folder --reward somebodys:digit", ["dataset", "folder"]),
@@ -237,16 +241,6 @@ def test_the_commands_take_a_dataset_with_rewards_and_a_class(here, capsys):
     shown = capsys.readouterr().out
     assert "tiny on held-out mine" in shown and "held-out success" in shown
     cli.main(["report", "runs/own"])
-    for wrong, named in (
-        (["--dataset", "mine.jsonl"], "reward"),
-        (["--dataset", "nothing.jsonl", "--reward", "somebodys:digit"], "nothing.jsonl"),
-        (["--dataset", "mine.jsonl", "--reward", "somebodys:nobody"], "somebodys:nobody"),
-        (["--reward", "somebodys:digit"], "dataset"),
-        ([*own, "--multi_turn", "true"], "multi_turn"),
-    ):
-        with pytest.raises(SystemExit):
-            cli.main(["evaluate", "--model", "tiny", *wrong])
-        assert named in capsys.readouterr().err
 
 
 def test_a_control_takes_the_recipe_and_leaves_the_filter_out(tmp_path, capsys, monkeypatch):

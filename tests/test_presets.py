@@ -13,31 +13,7 @@ from ragen2_trl.envs.random_baseline import random_baseline
 
 COORDINATES = "Coordinates: \nBoard size: 6 rows x 6 cols (zero-indexed)."
 
-
-ROOMS = {
-    123: "######/######/#O####/#XP###/#__###/######",
-    124: "######/######/#O####/#X_###/#P####/######",
-    125: "######/#__O_#/#____#/#_X__#/#_P###/######",
-    126: "######/######/#_#O_#/#__X_#/#_#_P#/######",
-    10000: "######/#O####/#__###/#X_###/#_P_##/######",
-    10001: "######/#____#/#_OX_#/#_#P_#/######/######",
-    10002: "######/######/#P####/#X__##/#O__##/######",
-}
-
-
-MAPS = {
-    123: "____/__OP/G___/____",
-    124: "O__G/____/____/_O_P",
-    125: "____/____/G___/_P__",
-    126: "_O_O/___O/P_G_/____",
-    10000: "____/____/____/GP__",
-    10001: "_G__/___O/P_O_/____",
-    10002: "_P__/G___/__O_/O___",
-}
-
-
-GRIDS = {"sokoban": ROOMS, "frozen_lake": MAPS}
-
+ROOMS = {123: "######/######/#O####/#XP###/#__###/######", 125: "######/#__O_#/#____#/#_X__#/#_P###/######"}
 
 # SHA-256 of the grids of seeds 123 to 634, and of 10000 to 10799, joined by empty lines.
 HASHES = {
@@ -64,14 +40,9 @@ MARKS = {
     "length": "Length.",
 }
 
-
 FORM = "Format <think> [Your thoughts] </think> <answer> [your answer] </answer>. Length."
 
-
 GRIDDED = ["sokoban", "frozen_lake"]
-
-
-WITH_RAGEN2 = sorted(PRESETS["ragen2"])
 
 
 def ragen2(name, **options):
@@ -93,9 +64,6 @@ def numbered_play(env, seed):
 
 def said(*actions):
     return f"I go.</think> <answer>{' || '.join(actions)}</answer>"
-
-
-# Content
 
 
 def test_the_check_grid_of_the_larger_room_comes_out():
@@ -121,13 +89,9 @@ def test_the_first_training_grids_are_the_reference_s(name):
 
 @pytest.mark.parametrize("name", GRIDDED)
 def test_reference_splits_are_numbered_from_10000_and_123(name):
-    env = ragen2(name, split="ragen2", observation="grid")
+    env = ragen2(name, split="ragen2")
     for split, first in (("train", 10_000), ("test", 123)):
-        rows = env.dataset(3, seed=42, split=split).to_list()
-        assert [row["seed"] for row in rows] == [first, first + 1, first + 2]
-        for row in rows:
-            shown = env.episode(row, random.Random(0)).observation()
-            assert shown == GRIDS[name].get(row["seed"], shown.replace("\n", "/")).replace("/", "\n")
+        assert env.dataset(3, seed=42, split=split)["seed"][:] == [first, first + 1, first + 2]
 
 
 # Layout
@@ -176,40 +140,13 @@ def test_bandit_has_no_rules_and_says_nothing_of_payments(marked):
     assert marked("bandit").prompt(row)[1]["content"].endswith(f"\n1 left. {FORM}")
 
 
-def test_the_instruction_says_what_the_reference_says_in_its_order():
-    sokoban, plain = (ragen2("sokoban", **kind).texts() for kind in ({}, {"observation": "grid"}))
-    order = ["Sokoban", "every box onto a target", "grid of symbols", "coordinates", "(0, 0)", "(5, 5)", "pushes it"]
-    order += ["through a wall", "pulled", "sequence of actions", "||"]
-    places = [sokoban["instruction"].index(words) for words in order]
-    assert places == sorted(places) and sokoban["instruction"].endswith("\n")
-    assert "coordinates" not in plain["instruction"] and "(" not in plain["instruction"]
-    assert [texts["length"].count(words) for texts, words in ((sokoban, "120"), (plain, "100"))] == [1, 1]
-    lake = ragen2("frozen_lake").texts()["instruction"]
-    order = ["FrozenLake", "grid of symbols", "coordinates", "start", "goal", "player", "holes", "(0, 0)"]
-    places = [lake.index(words) for words in [*order, "(5, 5)", "slippery", "another place", "sequence", "||"]]
-    assert places == sorted(places) and ragen2("frozen_lake").size == 4  # the corner is the reference's error
-
-
-@pytest.mark.parametrize(
-    ("symbols", "line", "legend"),
-    [
-        (
-            "W.GCBA@",
-            "WBAWWW",
-            "W: wall, .: empty, G: target, C: box on target, B: box, A: player, @: player on target",
-        ),
-        (
-            "#_O√XPS",
-            "#XP###",
-            "#: wall, _: empty, O: target, √: box on target, X: box, P: player, S: player on target",
-        ),
-    ],
-)
-def test_other_symbols_have_the_right_legend(symbols, line, legend):
+@pytest.mark.parametrize(("symbols", "line"), [("W.GCBA@", "WBAWWW"), ("#_O√XPS", "#XP###")])
+def test_other_symbols_have_the_right_legend(symbols, line):
     env = ragen2("sokoban", symbols=symbols)
     play = numbered_play(env, 123)
     assert line in play.episode.observation().split("\n")
-    assert legend in env.system_text()
+    cells = ("wall", "empty", "target", "box on target", "box", "player", "player on target")
+    assert ", ".join(map("{}: {}".format, symbols, cells)) in env.system_text()
     _, _, target, _, box, player, _ = symbols
     reasoning, _ = play.episode.plan(random.Random(0))
     assert reasoning.startswith(f"{player} c4, {box} b4, {target} b3")
@@ -294,15 +231,6 @@ def test_rewards_are_told_as_unrounded_sums():
     assert play.respond(said("Right", "Right")).startswith("Reward:\n-0.20000000000000007\n\nTurn 2:\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "limits"),
-    [("sokoban", (5, 2, 10, 400)), ("frozen_lake", (5, 2, 10, 400)), ("bandit", (1, 1, 1, 500))],
-)
-def test_limits_are_those_of_the_reference_s_scripts(name, limits):
-    env = ragen2(name)
-    assert (env.max_turns, env.max_actions, env.max_total_actions, env.max_turn_tokens) == limits
-
-
 def test_bandit_pays_as_the_reference_and_success_is_the_bold_arm():
     env = ragen2("bandit")
     row = {"seed": 0, "names": ["Teacher", "Trader"], "bold": "Trader"}
@@ -375,17 +303,11 @@ def test_numbered_tasks_are_never_made_impossible(name):
         ragen2(name, impossible=0.5, split="ragen2").dataset(1, **options)
 
 
-# The random baseline
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "floor"), [("sokoban", 0.178), ("frozen_lake", 0.245)])
 def test_the_random_baseline_of_ragens_validation_is_the_one_that_was_measured(name, floor):
     env = ragen2(name, split="ragen2")
     assert random_baseline(env, env.dataset(512, split="test"), samples=8) == pytest.approx(floor, abs=0.02)
-
-
-# The command line
 
 
 def test_the_list_of_tasks_names_options_and_presets(capsys, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import socket
 from dataclasses import replace
 
@@ -25,7 +24,6 @@ from ragen2_trl.envs.webshop.catalogue import Catalogue, fits, score
 from ragen2_trl.envs.webshop.visit import WebShopEpisode
 
 HELPER = "You're a helpful assistant. "
-
 
 FORM = "<think> [Your thoughts] </think> <answer> [your answer] </answer>"
 
@@ -90,15 +88,6 @@ def test_numbered_tasks_are_rows_of_data(name):
 SUM = {"seed": 5, "question": "What is 2 + 3?", "answer": "5", "solution": ""}
 
 
-def test_metamath_qa_says_what_ragen2_says():
-    env = preset("metamath_qa")
-    assert limits(env) == (5, 2, 1, 400)
-    instruction, state, last = prompt_of(env, SUM)
-    assert instruction == "You are solving Math problems. "
-    assert state == "What is 2 + 3?"
-    assert "Actions left: 1. " in last and "100 words" in last
-
-
 @pytest.mark.parametrize(
     ("answer", "right", "reward"),
     [
@@ -116,13 +105,6 @@ def test_metamath_qa_compares_texts_once(answer, right, reward):
     begun, (reply,) = play(preset("metamath_qa"), {**SUM, "answer": right}, say(answer))
     assert reply is None  # right or wrong, the first answer is the last
     assert (begun.outcome.episode_return, begun.outcome.success) == (reward, reward == 1.0)
-
-
-def test_metamath_qa_charges_unreadable_turns_and_warns():
-    begun, replies = play(preset("metamath_qa"), SUM, "5", "no tags", say("5"))
-    assert replies[1].startswith("Reward:\n0\n\nTurn 3:\nState:\nWhat is 2 + 3?\n")
-    assert begun.outcome.success
-    assert begun.outcome.episode_return == pytest.approx(0.8)
 
 
 def test_metamath_qa_draws_the_rows_of_ragen2(monkeypatch):
@@ -144,16 +126,6 @@ def test_metamath_qa_draws_the_rows_of_ragen2(monkeypatch):
 # Countdown
 
 NUMBERS = {"seed": 1, "nums": [44, 19, 35], "target": 98}
-
-
-def test_countdown_says_what_ragen2_says():
-    env = preset("countdown")
-    assert limits(env) == (1, 1, 1, 400)
-    instruction, state, last = prompt_of(env, NUMBERS)
-    order = ["numbers", "equation", "target", "<think>", "</think><answer>"]
-    assert [*map(instruction.index, order)] == sorted(map(instruction.index, order))
-    assert state == "Target: 98, nums: [44, 19, 35]"
-    assert "Actions left: 1. " in last and "100 words" in last
 
 
 @pytest.mark.parametrize(
@@ -220,18 +192,6 @@ class Found:
 
 
 ACTIONS = "Available actions: search[<query>], finish[<answer>]"
-
-
-def test_search_qa_says_what_ragen2_says():
-    env = preset("search_qa")
-    assert limits(env) == (5, 1, 10, 400)
-    instruction, state, last = prompt_of(env, ROW)
-    order = ["search agent", "search[query]", "finish[answer]", "step by step", "<think>", "<answer>", "Examples:"]
-    assert [*map(instruction.index, order)] == sorted(map(instruction.index, order))
-    examples = instruction.split("Examples:\n")[1]
-    assert re.fullmatch(r"  <think>.*search\[.*\n  <think>.*finish\[.*\n", examples)
-    assert state == f"Question: {ROW['question']}\n{ACTIONS}"
-    assert "Actions left: 10. " in last and "300 words" in last
 
 
 def test_search_qa_shows_documents_with_scores():
@@ -365,7 +325,6 @@ def shop():
 
 WISH = f"Instruction: [SEP] {GOAL.instruction} [SEP] "
 
-
 BACK = "Back to Search [SEP] "
 
 
@@ -380,22 +339,6 @@ def page(episode, *actions):
         episode.step(action)
     text, _, names = episode.observation().partition(".Advice.\n")
     return text, names.split(", ")
-
-
-def test_webshop_says_what_ragen2_says(shop):
-    assert limits(shop) == (9, 1, 9, 400)
-    row = shop.dataset(1)[0]
-    instruction, state, last = prompt_of(shop, row)
-    order = ["online shop", "close to an instruction", "Search", "results", "pick", "size and color", "buy it"]
-    order += ["listed.  Example", "search[wool", "search[<keywords>]", "click[<clickable>]"]
-    assert [*map(instruction.index, order)] == sorted(map(instruction.index, order))
-    assert state == f"Instruction: {row['instruction']}.{ADVICE}\nsearch[<content>]"
-    assert "Actions left: 9. " in last and "200 words" in last
-    points = ["10 actions", "size and color", "twice", "close enough", "next page", "next more than twice", "back"]
-    points += ["fewer than three actions", "description"]
-    lines = ADVICE.split("\n")
-    assert len(lines) == 9
-    assert all(point in line for point, line in zip(points, lines, strict=True))
 
 
 def test_webshops_pages_are_laid_out_as_in_ragen2():
@@ -493,12 +436,7 @@ def task(env, source):
 
 
 @pytest.mark.needs("bubblewrap")
-def test_deepcoder_says_what_ragen2_says(coder):
-    assert limits(coder) == (1, 1, 1, 4000)
-    instruction, state, last = prompt_of(coder, task(coder, stdin_row("Double a number. Input: 21 Output: 42")))
-    assert "coding" in instruction and "complete Python function" in instruction and "answer" in instruction
-    assert state == "Double a number. Input: 21 Output: 42"
-    assert "Actions left: 1. " in last and "8000 words" in last
+def test_starter_code_stands_below_the_problem(coder):
     starter = "class Solution:\n    def double(self, n: int) -> int:"
     _, state, _ = prompt_of(coder, task(coder, stdin_row("Double it.", starter_code=f"{starter}\n        ")))
     assert state == f"Double it.\n\nStarter code:\n{starter}"
@@ -572,3 +510,38 @@ def test_a_folder_without_a_part_of_the_mixture_is_named(tmp_path):
         ValueError, match=r"data must be a folder with .*'taco'.* for config='mixture', got .* without"
     ):
         make_env("deepcoder", preset="ragen2").dataset(1, data=str(tmp_path))
+
+
+# All of them
+
+LIMITS = {  # turns, actions of a turn, actions in all, tokens of a turn
+    "bandit": (1, 1, 1, 500),
+    "countdown": (1, 1, 1, 400),
+    "deepcoder": (1, 1, 1, 4000),
+    "frozen_lake": (5, 2, 10, 400),
+    "metamath_qa": (5, 2, 1, 400),
+    "search_qa": (5, 1, 10, 400),
+    "sokoban": (5, 2, 10, 400),
+    "webshop": (9, 1, 9, 400),
+}
+SAID = {  # a row, its state, and the words that an answer may have
+    "countdown": (lambda env: NUMBERS, "Target: 98, nums: [44, 19, 35]", 100),
+    "deepcoder": (lambda env: task(env, stdin_row("Double a number.")), "Double a number.", 8000),
+    "metamath_qa": (lambda env: SUM, SUM["question"], 100),
+    "search_qa": (lambda env: ROW, f"Question: {ROW['question']}\n{ACTIONS}", 300),
+    "webshop": (lambda env: env.dataset(1)[0], f"Instruction: [wish].{ADVICE}\nsearch[<content>]", 200),
+}
+
+
+@pytest.mark.parametrize("name", tasks(LIMITS))
+def test_limits_are_those_of_the_reference_s_scripts(name):
+    assert limits(preset(name)) == LIMITS[name]
+
+
+@pytest.mark.parametrize("name", tasks(SAID))
+def test_a_prompt_shows_the_state_and_what_is_left(name):
+    env, (row_of, state, words) = preset(name), SAID[name]
+    row = row_of(env)
+    _, shown, last = prompt_of(env, row)
+    assert shown == state.replace("[wish]", row.get("instruction", ""))
+    assert f"Actions left: {LIMITS[name][2]}. " in last and f"{words} words" in last

@@ -93,31 +93,6 @@ def test_no_cheat_passes(sandbox, program):
     assert verdicts(sandbox, program, [Case([2], 4, "f")])[0] in ("wrong", "error")
 
 
-SCRIPT_CHEATS = {
-    "leaves early": "import sys\nsys.exit(0)",
-    "leaves at once": "import os; os._exit(0)",
-    "prints verdicts": "print('passed')\nprint('True')\nprint('1.0')",
-    "prints many answers": "print('\\n'.join(map(str, range(-10, 70_000))))",
-    "patches the checker": """
-import builtins, json, sys
-class Equal(str):
-    def __eq__(self, other): return True
-    def __hash__(self): return 0
-json.dumps = json.dump = lambda *given, **named: None
-builtins.str = Equal
-for name in list(sys.modules):
-    if "ragen" in name or "sandbox" in name:
-        sys.modules[name].same_output = lambda *given: True
-print(Equal("?"))
-""",
-}
-
-
-@pytest.mark.parametrize("program", SCRIPT_CHEATS.values(), ids=SCRIPT_CHEATS)
-def test_no_cheat_of_a_script_passes(sandbox, program):
-    assert verdicts(sandbox, program, [Case("", "4")]) == ["wrong"]
-
-
 @pytest.mark.parametrize("called", [False, True])
 def test_expected_values_are_nowhere_inside(sandbox, called):
     """The program dumps every byte of its memory and all it can read that carries the needle's prefix."""

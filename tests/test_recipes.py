@@ -155,14 +155,6 @@ def test_a_recipe_of_the_paper_plays_its_task_with_the_paper_s_settings(name, lo
     assert model_args.use_peft == lora
 
 
-def test_each_value_of_the_paper_s_settings_names_its_source():
-    text = recipe_path("ragen2/paper").read_text()
-    settings, _ = text.split("\nper_device_train_batch_size")
-    lines = [line for line in settings.splitlines() if line and not line.startswith("#")]
-    assert len(lines) > 20
-    assert not [line for line in lines if not re.search(r"  # \[[PCVO]\]", line)]
-
-
 def test_the_last_of_several_files_says(tmp_path):
     (tmp_path / "no.yaml").write_text("- 1")
     script_args, args, _ = parse(*files_of("sokoban", lora=True), "--env_args", "size=7")

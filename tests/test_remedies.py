@@ -11,15 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen2_trl.estimates import (
-    MOST_VALUES,
-    Bootstrap,
-    Estimate,
-    Sameness,
-    live_with,
-    log_beta_binomial,
-    seeded_draws,
-)
+from ragen2_trl.estimates import MOST_VALUES, Bootstrap, Estimate, Sameness, live_with, log_beta_binomial, seeded_draws
 from ragen2_trl.filtering import group_score, select_groups, zero_variance
 from ragen2_trl.record.completions import CompletionLog
 from ragen2_trl.remedies import (

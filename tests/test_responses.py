@@ -18,10 +18,6 @@ def test_parser_reads_the_first_pair_and_ignores_the_rest():
     assert read(text) == ("a", ("Up", "Down"))
 
 
-def test_parser_reads_the_first_of_two_answers():
-    assert read("<think>a</think><answer>Up</answer><answer>Down</answer>") == ("a", ("Up",))
-
-
 def test_parser_allows_a_prefilled_think_tag():
     assert read("I go up.</think><answer>Up</answer>") == ("I go up.", ("Up",))
 

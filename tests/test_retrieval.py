@@ -216,24 +216,6 @@ def test_passing_faults_are_survived(server, fault):
     assert len(server.requests) == 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "cause"),
-    [
-        (status(500), "status 500"),
-        (reset, "ReadError|RemoteProtocolError"),
-        (slow, "TimeoutError"),
-        (drip, "TimeoutError"),
-        (cut_off, "RemoteProtocolError"),
-    ],
-)
-def test_lasting_faults_end_in_an_error_with_address_and_cause(server, fault, cause):
-    server.faults = [fault] * 3
-    with pytest.raises(RetrievalError, match=rf"{server.url}/retrieve did not answer in 3 tries, the last: ({cause})"):
-        client(server, **({"timeout": 0.5} if fault in (slow, drip) else {})).search(["tavok"], 5)
-    assert len(server.requests) == 3
-
-
 @pytest.mark.parametrize("code", [400, 401, 404, 429, 301])
 def test_a_refusal_is_not_tried_again(server, code):
     server.faults = [status(code)]

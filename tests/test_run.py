@@ -15,7 +15,6 @@ import torch
 from transformers import TrainerState
 from trl import GRPOTrainer
 
-from ragen2_trl.cli import train
 from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.envs import FrozenLake, make_env
 from ragen2_trl.instrument.verdict import Evidence
@@ -204,32 +203,6 @@ def test_an_evaluation_after_training_is_shown_only_when_training_is_over(tmp_pa
     assert read_run(tmp_path).status == "finished 100 steps"
 
 
-@pytest.mark.parametrize(
-    ("letters", "collapses", "name"),
-    [
-        ("dd", [], "dependent"),
-        ("dcdc", [], "dependent"),
-        ("tt", [], "independent"),
-        ("ddt", [], "weaker"),
-        ("ddtt", [("template_collapse", 30)], "template_collapse"),
-        ("dlll", [("low_entropy_collapse", 20)], "low_entropy_collapse"),
-        ("dttd", [("template_collapse", 20)], "recovered"),
-        ("tdtd", [], "dependent"),
-        ("dttl", [("low_entropy_collapse", 20)], "low_entropy_collapse"),
-        ("dtltd", [("template_collapse", 20)], "recovered"),
-        ("dttdt", [("template_collapse", 20)], "weaker"),
-        (
-            "dttdll",
-            [("template_collapse", 20), ("low_entropy_collapse", 50)],
-            "low_entropy_collapse",
-        ),
-    ],
-)
-def test_two_measurements_in_a_row_below_what_was_make_a_collapse(tmp_path, letters, collapses, name):
-    run = Run(tmp_path, [], [measured(10 * (i + 1), letter) for i, letter in enumerate(letters)])
-    assert collapses_of(run) == collapses and said_of(run) == name
-
-
 def test_a_measurement_comes_back_as_it_was_saved(tmp_path):
     saved = SavedMeasurement(
         step=7,
@@ -305,28 +278,6 @@ def arguments(run, *more):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_is_read_up_to_its_last_row(tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    steps = iter(range(100))
-    train_step = train.SNRFilteredGRPOTrainer.training_step
-
-    def interrupt(self, *args, **kwargs):
-        if next(steps) == 5:
-            raise KeyboardInterrupt
-        return train_step(self, *args, **kwargs)
-
-    monkeypatch.setattr(train.SNRFilteredGRPOTrainer, "training_step", interrupt)
-    monkeypatch.setattr("ragen2_trl.callbacks.run_record.write_figures", lambda run: run)
-    with pytest.raises(SystemExit):
-        train.main(arguments(run))
-    read = read_run(run)
-    assert max(path.name for path in run.glob("checkpoint-*")) == "checkpoint-4"
-    assert (read.status, read.rows[-1]["step"]) == ("unfinished: at step 5 of 6", 5)
-    assert read.settings["environment"]["name"] == "frozen_lake"
-    assert "unfinished: at step 5 of 6" in (run / "README.md").read_text()
-
-
-@pytest.mark.slow
 def test_a_run_killed_in_its_first_step_can_be_read(tmp_path):
     code = f"""
 import os, signal
@@ -378,18 +329,6 @@ def test_a_run_whose_steps_were_all_empty_has_not_collapsed(tmp_path):
     assert collapses_of(read_run(tmp_path)) == []
     (tmp_path / "log_history.json").write_text(json.dumps([row | {"snr/empty_steps": 0} for row in rows]))
     assert collapses_of(read_run(tmp_path)) == [("template_collapse", 2)]
-
-
-def test_lost_format_is_failing_training_and_no_word_on_dependence(tmp_path):
-    rows = [logged(10 * number, valid=0.9 if number < 14 else 0.1) for number in range(1, 17)]
-    (tmp_path / "log_history.json").write_text(json.dumps(rows))
-    run = read_run(tmp_path)
-    assert collapses_of(run) == [] and said_of(run) == "dependent"
-    state = run.findings[0]
-    assert (state.kind, state.name, state.since, state.severity) == ("training", "failing", 160, "failure")
-    assert "mi/valid_thinking_rate" in state.sentence
-    (tmp_path / "log_history.json").write_text(json.dumps(rows[:15]))
-    assert read_run(tmp_path).findings[0].name != "failing"  # two measurements may be chance
 
 
 def test_a_run_that_had_no_group_to_train_on_has_learnt_nothing():

@@ -6,14 +6,12 @@ import random
 import re
 
 import pytest
-from datasets import Dataset
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from reported_runs import HOSTILE as HOSTILE_TEXT
 from reported_runs import make_run
 
-from ragen2_trl import SNRFilteredGRPOTrainer, cli
-from ragen2_trl.callbacks.run_record import keep_record
+from ragen2_trl import cli
 from ragen2_trl.record.run import read_run
 from ragen2_trl.report.card import add_diagnostics
 from ragen2_trl.report.page import render_report
@@ -157,18 +155,23 @@ def test_brackets_without_end_are_no_record(record):
         read_run(record)
 
 
-def test_no_value_of_a_record_is_markup_on_the_card(record):
+def card_of_values(record, text):
+    """The card of a record whose names and values are a text wherever they can be."""
     about = json.loads((record / ABOUT).read_text())
-    about["settings"] |= {"snr_score": MARKDOWN, MARKDOWN: MARKDOWN, "seed": MARKDOWN}
-    about["settings"]["environment"] |= {"name": MARKDOWN, "options": {MARKDOWN: MARKDOWN}}
-    about["versions"] = {MARKDOWN: MARKDOWN, "trl": MARKDOWN}
+    about["settings"] |= {"snr_score": text, text: text, "seed": text}
+    about["settings"]["environment"] |= {"name": text, "options": {text: text}}
+    about["versions"] = {text: text, "trl": text}
     (record / ABOUT).write_text(json.dumps(about))
     state = json.loads((record / STATE).read_text())
     for row in state["log_history"]:
-        row[f"env/{MARKDOWN}/success"] = row.pop("env/frozen_lake/success")
+        row[f"env/{text}/success"] = row.pop("env/frozen_lake/success")
     (record / STATE).write_text(json.dumps(state))
     (record / "diagnostics" / "reward_variance.png").touch()  # its caption names the score
-    _, card = tell(record)
+    return tell(record)[1]
+
+
+def test_no_value_of_a_record_is_markup_on_the_card(record):
+    card = card_of_values(record, MARKDOWN)
     html = MarkdownIt("commonmark", {"html": True}).enable("table").render(card.text)
     assert "<script" not in html and 'evil.example/x.png"' not in html and "Owned</h1>" not in html
     assert html.count("<h1>") == 1
@@ -178,17 +181,7 @@ def test_no_value_of_a_record_is_markup_on_the_card(record):
 
 
 def test_no_value_of_a_record_steers_a_terminal_that_shows_the_card(record):
-    steering = "\x1b[2J\x9b31m\u202elake"
-    about = json.loads((record / ABOUT).read_text())
-    about["settings"] |= {"snr_score": steering}
-    about["settings"]["environment"] |= {"name": steering, "options": {steering: steering}}
-    about["versions"] = {"trl": steering}
-    (record / ABOUT).write_text(json.dumps(about))
-    state = json.loads((record / STATE).read_text())
-    for row in state["log_history"]:
-        row[f"env/{steering}/success"] = row.pop("env/frozen_lake/success")
-    (record / STATE).write_text(json.dumps(state))
-    _, card = tell(record)
+    card = card_of_values(record, "\x1b[2J\x9b31m\u202elake")
     assert "lake" in card.text and not {*"\x1b\x9b\u202e"} & {*str(card)}
 
 
@@ -206,15 +199,3 @@ def test_a_hostile_checkpoint_is_refused_before_it_is_resumed(policy_path, make_
     again = make(OURS, policy_path, tmp_path / "run", callback=False, max_steps=2, save_steps=1, save_strategy="steps")
     with pytest.raises(ValueError, match=r"trainer_state\.json: ragen2_run\.resumed_at must be"):
         again.train(resume_from_checkpoint=str(path.parent))
-
-
-def test_a_failed_upload_is_told_without_credentials(policy_path, make_args, tmp_path):
-    token = "hf_" + "a1" * 17
-    trainer = SNRFilteredGRPOTrainer(
-        policy_path,
-        lambda completions, **kwargs: [1.0] * len(completions),
-        make_args(),
-        Dataset.from_dict({"prompt": ["a"] * 8}),
-    )
-    said = keep_record(trainer)._failed(OSError(f"403 for https://user:{token}@host/x?token={token}"))
-    assert token not in said and "403" in said

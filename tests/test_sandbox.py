@@ -71,13 +71,7 @@ def test_an_endless_loop_runs_out_of_cpu_time():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [
-        "time.sleep(60)",
-        "os.closerange(0, 64)\ntime.sleep(60)",
-    ],
-)
+@pytest.mark.parametrize("program", ["time.sleep(60)", "os.closerange(0, 64)\ntime.sleep(60)"])
 def test_waiting_past_the_wall_clock_is_ended_and_leaves_nobody(short, leftovers, program):
     outcome = short.run("import os, signal, threading, time\nprint('begun', flush=True)\n" + program)
     assert (outcome.ended, outcome.stdout) == ("wall", "begun\n")
@@ -178,9 +172,6 @@ def test_bad_limits_are_named():
         Sandbox(workers=0)
     with pytest.raises(ValueError, match="`places` must be positive, got 0"):
         Sandbox(places=0)
-
-
-# Network
 
 
 def test_no_network_is_reachable(sandbox):

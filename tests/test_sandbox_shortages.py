@@ -139,9 +139,6 @@ def test_a_shortage_of_descriptors_that_passes_costs_no_reward():
     assert done.stdout == "1.0\n", done.stderr
 
 
-# Places
-
-
 def test_threads_and_processes_share_the_places_of_a_machine():
     """Two processes with four threads each never have more than two programs running."""
     program = "import time\nprint(time.monotonic())\ntime.sleep(0.1)\nprint(time.monotonic())"
@@ -193,18 +190,3 @@ def test_the_folder_of_the_places_is_the_users_alone(monkeypatch, tmp_path):
 
 
 # Load
-
-
-@pytest.mark.slow
-def test_hostile_neighbours_cost_no_right_program_a_point():
-    """64 workers, three right programs to each of 16 hostile ones: spinning, sleeping, flooding, filling."""
-    env = DeepCoder(workers=64, test_seconds=1)
-    spinning, sleeping, flooding = "while True: pass", "import time; time.sleep(2)", "while True: print('x' * 4096)"
-    hostile = (spinning, sleeping, flooding, "x = bytearray(1 << 29)")
-    programs = [DOUBLE if number % 4 else hostile[number // 4 % 4] for number in range(64)]
-
-    def earned(program):
-        return play(env, HIDDEN, answer(program))[0].outcome.episode_return
-
-    pool = Sandbox(workers=64)
-    assert pool.map(earned, programs) == [1.0 if program is DOUBLE else 0.0 for program in programs]

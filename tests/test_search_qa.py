@@ -12,9 +12,6 @@ from ragen2_trl.envs.search_qa.http_retrieval import HTTPRetriever
 from ragen2_trl.envs.search_qa.passages import Passage
 from ragen2_trl.envs.search_qa.retrieval import BM25Retriever
 
-# Options
-
-
 # Answers
 
 
@@ -111,10 +108,7 @@ def test_no_hedge_between_candidates_earns_more_than_a_guess(right, others):
     [
         ("New York", "New York City", 0.8),
         ("Austin, Texas", "Paris, Texas", 0.5),  # as many commas as the right one has
-        ("the York", "New York City", 0.5),  # articles are no words
         ("New York or City", "New York City", 0.0),
-        ("New York City or Rome", "New York City", 0.0),
-        ("city of New York", "New York", 0.0),
         ("York Rome Paris", "New York City", 1 / 3),
         ("York Rome Paris Bonn", "New York City", 0.0),
     ],

@@ -22,7 +22,6 @@ ROOM = """
 ######
 """.strip()
 
-
 TWO_BOXES = """
 #######
 #_____#
@@ -32,7 +31,6 @@ TWO_BOXES = """
 #######
 #######
 """.strip()
-
 
 STUCK = ROOM.replace("__X_", "____").replace("_P__", "_P_X")
 

@@ -209,15 +209,6 @@ def test_an_earlier_run_is_neither_continued_nor_replaced_by_accident(tmp_path):
     assert (tmp_path / "checkpoint-7").exists()
 
 
-@pytest.mark.slow
-def test_a_resumed_run_says_nothing_of_weights_that_are_tied_to_others(tmp_path, monkeypatch):
-    warnings = []
-    train.main(arguments(tmp_path / "run", max_steps=2, save_steps=1))
-    monkeypatch.setattr("transformers.trainer.logger.warning", lambda message, *_: warnings.append(message))
-    train.main([*arguments(tmp_path / "run", max_steps=3, save_steps=1), "--resume", "true"])
-    assert not [message for message in warnings if "missing keys" in message]
-
-
 def test_interrupted_runs_say_how_to_go_on(tmp_path, monkeypatch, capsys):
     def interrupt(self, model, inputs):
         raise KeyboardInterrupt

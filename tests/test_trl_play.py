@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from algorithms import for_each
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset
 from measured_runs import length_reward
@@ -223,25 +222,6 @@ def test_a_reward_function_judges_rows_that_are_played_without_environments(way,
     assert callback.evaluate()["reward"]["success"] == 1.0
 
 
-@pytest.mark.slow
-@for_each
-def test_every_trainer_with_the_filter_is_left_alone_by_rows_of_texts(algorithm, policy_path, prompts, tmp_path):
-    found = []
-    for evaluates in (False, True):
-        args = algorithm.args(tmp_path / str(evaluates))
-        trainer = algorithm.trainer(policy_path, length_reward, args, prompts)
-        if evaluates:
-            settings = {"every": 1, "num_samples": 3, "dataset": prompts}
-            trainer.add_callback(EnvironmentEvalCallback([length_reward], trainer, **settings))
-            trainer.add_callback(EpisodeCallback(trainer, every=1))
-        trainer.train()
-        found.append((parameters_of(trainer), states(trainer)))
-    assert list(evaluations(trainer, "length_reward")) == [0, 1, 2, 3]
-    assert len(files(trainer, "train")) == 3 and len(files(trainer, "evaluation")[0]) == 24
-    assert_same_parameters(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-
-
 def test_rows_of_ones_own_leave_episodes_which_succeed_where_their_environment_says(policy_path, make_args):
     def half(completions, **columns):
         return [0.5 * (number % 2) for number in range(len(completions))]
@@ -354,12 +334,6 @@ def test_an_evaluation_that_fails_leaves_nothing_in_the_logs_of_training(policy_
     trainer.train()
     (row,) = [row for row in trainer.state.log_history if "marked" in row]
     assert row["marked"] == 1.0 and set(trainer._logs["extra"]["mark"]) == {"trained"}
-
-
-def test_a_function_that_is_not_the_trainers_is_no_factory(policy_path, agent_args, prompts, make_args):
-    trainer = make(policy_path, agent_args(max_steps=1), environment_factory=Sure)
-    with pytest.raises(TypeError, match=r"the trainer's environment_factory or its reward functions are allowed"):
-        EnvironmentEvalCallback(length_reward, trainer, dataset=HELD_OUT)
 
 
 def test_success_that_is_not_known_is_none(policy_path, prompts, make_args):

@@ -7,24 +7,12 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from webshop_visits import GOAL, JACKET, LAMP, RIGHT, answer, do, shop, solve
 
 from ragen2_trl.envs.play import INVALID_REWARD
-from ragen2_trl.envs.webshop.catalogue import (
-    MAX_RESULTS,
-    NO_LIMIT,
-    Goal,
-    fits,
-    price_limit,
-    score,
-    tokens,
-    type_factor,
-)
+from ragen2_trl.envs.webshop.catalogue import MAX_RESULTS, NO_LIMIT, Goal, fits, price_limit, score, type_factor
 from ragen2_trl.envs.webshop.environment import WebShop
 from ragen2_trl.envs.webshop.files import clean, load_catalogue, load_goals, split_goals
-from ragen2_trl.envs.webshop.generator import _ACCESSORIES, _DEPARTMENTS, generate_catalogue
 
 # The score
 
@@ -81,9 +69,6 @@ def test_price_limit_is_the_larger_of_two_steps_above_the_price():
     assert {price_limit(45.0, rng) for _ in range(200)} == {60.0, 70.0, 80.0}
     assert {price_limit(50.0, rng) for _ in range(200)} == {70.0, 80.0, 90.0}
     assert price_limit(985.0, rng) == NO_LIMIT
-
-
-# Pages
 
 
 def test_a_visit_goes_from_search_to_purchase():
@@ -184,44 +169,6 @@ def test_no_text_of_the_shop_reaches_the_prompt_as_a_control_token():
     assert clean(None) == ""
 
 
-# Hostile text
-
-
-SMALL = WebShop(products=50)
-
-
-ROW = SMALL.dataset(1)[0]
-
-
-ACTIONS = st.one_of(
-    st.text(max_size=60),
-    st.text(max_size=60).map("search[{}]".format),
-    st.sampled_from(
-        [
-            "search[shoes lamp jacket]",
-            "click[buy now]",
-            "click[< prev]",
-            "click[next >]",
-            "click[description]",
-            "click[red]",
-        ]
-    ),
-)
-
-
-@given(st.lists(st.one_of(ACTIONS, st.integers(0, 30)), max_size=12))
-def test_no_text_raises_and_no_page_breaks(actions):
-    play = SMALL.play(ROW, random.Random(0))
-    for action in actions:
-        buttons = play.episode.buttons()
-        if isinstance(action, int):  # walks deeper than texts alone would
-            action = f"click[{buttons[action % len(buttons)]}]" if buttons else "search[shoes lamp jacket]"
-        if not play.done:
-            play.respond(answer(action))
-            assert play.episode.observation()
-    assert 9 * INVALID_REWARD <= play.outcome.episode_return <= 1.0
-
-
 # Generated goals
 
 
@@ -233,36 +180,6 @@ def test_the_solver_buys_what_is_wanted_within_the_turns(options):
     outcomes = [solve(env, row) for split in ("train", "test") for row in islice(env.tasks(0, split, None), 25)]
     assert {outcome.success for outcome in outcomes} == {True}
     assert {outcome.episode_return for outcome in outcomes} == {1.0}
-
-
-def title_reading_hits(episode):
-    """The hits whose title names the wanted thing."""
-    wanted = set(tokens(episode.wanted.query))
-    return [asin for asin in episode.hits if wanted <= set(tokens(episode._catalogue.products[asin].title))]
-
-
-def test_a_player_who_reads_titles_finds_what_is_wanted():
-    """The shop is hard for who copies, not for who reads: the thing is on the first page."""
-    env, rng, found = WebShop(), random.Random(0), 0
-    for row in env.dataset(200, seed=0):
-        episode = env.play(row, rng).episode
-        episode.step(f"search[{row['instruction']}]")
-        found += any(asin in episode.buttons() for asin in title_reading_hits(episode))
-    assert found > 190
-
-
-def test_types_attributes_and_options_of_the_generated_catalogue_are_distinct():
-    names = [*_ACCESSORIES, *(name for department in _DEPARTMENTS for name in department.types)]
-    words = [word for name in names for word in name.split()]
-    assert len(words) == len(set(words))
-    assert not set(words) & {
-        word for department in _DEPARTMENTS for name in department.attributes for word in name.split()
-    }
-    for department in _DEPARTMENTS:
-        for kind, values in {"attribute": department.attributes, **department.options}.items():
-            assert not [pair for pair in itertools.permutations(values, 2) if fits(kind, *pair)]
-    brands = [product.title.split()[0] for product in generate_catalogue(10_000).products.values()]
-    assert len(brands) == len(set(brands))
 
 
 def test_a_row_of_another_shop_is_named():
@@ -411,11 +328,9 @@ def test_goals_keep_webshops_splits_where_there_are_enough():
     [
         ("items_shuffle_1000", None, "data must be a folder with items_shuffle.json or items_shuffle_1000.json"),
         ("items_ins_v2_1000", None, "data must have items_ins_v2_1000.json next to its products"),
-        ("items_human_ins", None, "data must have items_human_ins.json next to its products"),
         ("items_shuffle_1000", {}, "items_shuffle_1000.json must hold a list, got a dict"),
         ("items_shuffle_1000", [], "data must hold products"),
         ("items_shuffle_1000", [{"asin": "B1"}], "small_description must be a field of every entry, got .*B1"),
-        ("items_shuffle_1000", ["B1"], "asin must be a field of every entry, got 'B1'"),
         ("items_human_ins", {"B000000001": [{}]}, "instruction_attributes must be a field of every entry"),
     ],
 )

@@ -140,25 +140,16 @@ def test_of_equal_scores_the_earlier_group_is_counted_first():
     assert indices(select_by_softmax(torch.tensor([0.2, 0.3, 0.3, 0.3]), 0.5)) == [1, 2]
 
 
-@pytest.mark.parametrize("count", [0, 0.5, -1])
-def test_other_counts_are_refused(count):
-    with pytest.raises(ValueError, match=f"count={count} is out of range; allowed: a whole number >= 1"):
-        select_count(torch.ones(2), count)
-
-
-@pytest.mark.parametrize("value", [0.0, 1.1])
-def test_other_shares_of_the_softmax_are_refused(value):
-    with pytest.raises(ValueError, match=f"value={value} is out of range; allowed: 0 < value <= 1"):
-        select_by_softmax(torch.ones(2), value)
-
-
-@pytest.mark.parametrize("quarter", [0, 5, -1])
-def test_other_quarters_are_refused(quarter):
-    with pytest.raises(ValueError, match=f"quarter={quarter} is out of range; allowed: 1, 2, 3, 4"):
-        select_quarter(torch.ones(8), quarter)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.1, -0.5])
-def test_other_fractions_of_completions_are_refused(fraction):
-    with pytest.raises(ValueError, match=f"fraction={fraction} is out of range; allowed: 0 < value <= 1"):
-        select_completions(torch.ones(2, 4), fraction)
+@pytest.mark.parametrize(
+    ("select", "name", "allowed", "values"),
+    [
+        (select_count, "count", "a whole number >= 1", (0, 0.5, -1)),
+        (select_by_softmax, "value", "0 < value <= 1", (0.0, 1.1)),
+        (select_quarter, "quarter", "1, 2, 3, 4", (0, 5, -1)),
+        (select_completions, "fraction", "0 < value <= 1", (0.0, 1.1, -0.5)),
+    ],
+)
+def test_what_is_out_of_range_is_refused(select, name, allowed, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name}={value} is out of range; allowed: {allowed}"):
+            select(torch.ones(8, 4) if select is select_completions else torch.ones(8), value)

@@ -8,14 +8,13 @@ import torch
 from algorithms import GRPO, PPO, RLOO, STILL, cases, replay_of, slow
 from conftest import PROMPTS
 from replay import KEPT, REWARDS, Recorder, assert_close, mean_gradient, move_away
-from test_promises_update import LAYOUTS, LOSSES, PPO_STILL, TERMS, need_equal_lengths
+from test_promises_update import LAYOUTS, TERMS, need_equal_lengths
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import make_env
 from ragen2_trl.record.saved_measurement import read_measurement
-from ragen2_trl.rollouts import TextRollout
-from ragen2_trl.tiny import TINY_MODEL_PATH, resolve_model
+from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers.selection import seeded_generator
 from research import ablations
 from research.ablations import (
@@ -25,17 +24,8 @@ from research.ablations import (
     as_many_at_random,
     best_and_worst,
     draw_as_many,
-    quarter_of,
-    smallest_half,
 )
 
-# By variance: 0 and 5, 2 and 6, 7 and the first of those without any, the other two of these.
-QUARTERS = {1: (0, 5), 2: (2, 6), 3: (7, 1), 4: (3, 4)}
-NAMES = {1: "first_quarter", 2: "second_quarter", 3: "third_quarter", 4: "fourth_quarter"}
-# Each costs a third of a second: where one shows the property, the others are for CI.
-grpo_first = pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO), slow(PPO)], ids=lambda one: one.name)
-PARTLY = ("four micro-batches", "optimizer steps of one row")
-REGULARISED = {"grpo": {"beta": 0.1}, "rloo": {"beta": 0.1}, "ppo": PPO_STILL}
 PPO_TERMS = {name: TERMS["ppo"][name] for name in ("shared", "separate")}
 
 
@@ -83,72 +73,7 @@ def with_mixin(mixin, algorithm):
     return type(mixin.__name__, (mixin, algorithm.trainer), {})
 
 
-def row_of(trainer):
-    return next(row for row in trainer.state.log_history if "snr/kept_fraction" in row)
-
-
-# Quarters of the groups
-
-
-@pytest.mark.parametrize("quarter", [slow(1), slow(2), 3])
-@grpo_first
-def test_a_quarter_is_trained_on_as_if_it_were_all(algorithm, quarter, policy_path, tmp_path):
-    """Groups without variance that rank among it are in it, and in its mean."""
-    settings = REGULARISED[algorithm.name]
-    named = {"snr_selector": f"research.ablations:{NAMES[quarter]}"}
-    trainer, gradient = run(algorithm, policy_path, tmp_path, **named, **settings)
-    expected = algorithm.plain_gradient(policy_path, [PROMPTS[n] for n in QUARTERS[quarter]], **settings)
-    assert_close(gradient, expected)
-    assert row_of(trainer)["snr/kept_fraction"] == 0.25
-
-
-@grpo_first
-def test_a_quarter_without_variance_is_an_empty_step(algorithm, policy_path, tmp_path):
-    settings = REGULARISED[algorithm.name]
-    trainer, gradient = run(algorithm, policy_path, tmp_path, selector=partial(quarter_of, quarter=4), **settings)
-    assert gradient == {}
-    row = row_of(trainer)
-    assert row["snr/kept_groups"] == 0 and row["snr/empty_steps"] == 1
-    assert row["snr/update_compute_fraction"] < 0.7  # log-probs alone, which a selector may need of any row
-
-
-@pytest.mark.slow
-@grpo_first
-def test_a_quarter_without_variance_is_trained_on_where_such_groups_are_included(algorithm, policy_path, tmp_path):
-    settings, selector = REGULARISED[algorithm.name], partial(quarter_of, quarter=4, include_zero=True)
-    _, gradient = run(algorithm, policy_path, tmp_path, selector=selector, **settings)
-    assert_close(gradient, algorithm.plain_gradient(policy_path, [PROMPTS[3], PROMPTS[4]], **settings))
-
-
-@pytest.mark.slow
-def test_a_long_row_of_empty_quarters_says_whose_they_are(policy_path, tmp_path, caplog):
-    options = {"snr_selector": "research.ablations:fourth_quarter", "snr_max_empty_steps": 4, "max_steps": 9}
-    with caplog.at_level("WARNING"):
-        trainer, _ = run(GRPO, policy_path, tmp_path, layout="one micro-batch", **options)
-    assert trainer.state.global_step == 4
-    assert "snr_selector='research.ablations:fourth_quarter'" in caplog.text
-
-
-@grpo_first
-def test_the_smallest_half_is_trained_on_as_if_it_were_all(algorithm, policy_path, tmp_path):
-    settings = REGULARISED[algorithm.name]
-    trainer, gradient = run(algorithm, policy_path, tmp_path, selector=smallest_half, **settings)
-    prompts = [PROMPTS[n] for n in (1, 3, 4, 7)]
-    assert_close(gradient, algorithm.plain_gradient(policy_path, prompts, **settings))
-    assert row_of(trainer)["snr/kept_fraction"] == 0.5
-
-
 # Groups at random
-
-
-@grpo_first
-def test_as_many_groups_at_random_are_trained_on_as_if_they_were_all(algorithm, policy_path, tmp_path):
-    settings, named = REGULARISED[algorithm.name], {"snr_selector": "research.ablations:as_many_at_random"}
-    trainer, gradient = run(algorithm, policy_path, tmp_path, **named, **settings)
-    kept = trainer.latest_selection.groups
-    assert int(kept.sum()) == len(KEPT)
-    drawn = [prompt for prompt, is_kept in zip(PROMPTS, kept, strict=True) if is_kept]
-    assert_close(gradient, algorithm.plain_gradient(policy_path, drawn, **settings))
 
 
 @pytest.mark.slow
@@ -245,64 +170,6 @@ def test_the_ends_of_each_group_are_trained_on_with_the_advantages_of_the_whole(
     assert_ends(algorithm, settings, "four micro-batches", policy_path, tmp_path)
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("layout", PARTLY)
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_every_loss_of_grpo_is_that_of_the_ends(loss_type, layout, policy_path, tmp_path):
-    settings = {"loss_type": loss_type, "beta": 0.1}
-    assert_ends(GRPO, settings, layout, policy_path, tmp_path)
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("layout", PARTLY)
-@cases(rloo=TERMS["rloo"], ppo=TERMS["ppo"])
-def test_every_term_is_that_of_the_ends(algorithm, settings, layout, policy_path, tmp_path):
-    assert_ends(algorithm, settings, layout, policy_path, tmp_path)
-
-
-def test_metrics_count_completions_where_these_are_kept(policy_path, tmp_path):
-    trainer, _ = run(GRPO, policy_path, tmp_path, selector=ENDS_OF_VARIED)
-    row, lengths = row_of(trainer), replay_of(policy_path).completions
-    assert row["snr/kept_groups"] == len(ENDS)
-    assert row["snr/kept_fraction"] == 10 / 32
-    kept = sum(len(lengths[PROMPTS[n]][end]) for n, ends in ENDS.items() for end in ends)
-    assert row["snr/kept_tokens_fraction"] == pytest.approx(kept / sum(len(c) for p in PROMPTS for c in lengths[p]))
-    assert row["snr/update_compute_fraction"] < 0.4
-
-
-@pytest.mark.slow
-@grpo_first
-def test_as_many_completions_at_random_are_drawn_from_all(algorithm, policy_path, tmp_path):
-    selector = partial(as_many_at_random, selector=ENDS_OF_VARIED)
-    trainer, gradient = run(algorithm, policy_path, tmp_path, selector=selector)
-    completions = trainer.latest_selection.kept
-    assert completions.sum() == 10 and gradient
-    assert row_of(trainer)["snr/kept_groups"] == completions.any(dim=1).sum() > len(ENDS)
-
-
-@pytest.mark.slow
-def test_episodes_of_several_samples_are_kept_or_dropped_whole_where_completions_are_selected(policy_path, tmp_path):
-    env = make_env("frozen_lake", multi_turn=True, size=3, max_turns=3)
-    args = GRPO.args(tmp_path, per_device_train_batch_size=32, max_completion_length=300, max_steps=1)
-    seen, samples = [], []
-
-    class Seen(GRPO.trainer):
-        def _compute_loss(self, model, inputs):
-            seen.append(len(inputs["prompt_ids"]))
-            return super()._compute_loss(model, inputs)
-
-    def by_place(completions, **columns):
-        samples.extend(columns["seed"])
-        return [float(number % 4) for number in range(len(completions))]
-
-    rollout = TextRollout(env, context="last", context_turns=1)
-    dataset = env.dataset(8, seed=0)
-    trainer = Seen(resolve_model("tiny"), by_place, args, dataset, rollout_func=rollout, selector=ENDS_OF_VARIED)
-    trainer.train()
-    assert row_of(trainer)["snr/kept_fraction"] == 0.5
-    assert sum(seen) > 16 and len(samples) == 32  # each of 16 episodes, with its later turns
-
-
 # What scales advantages
 
 
@@ -328,12 +195,7 @@ def regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settin
     [(AdvantagesByKeptFraction, 0.5), slow(AdvantagesBySqrtOfKeptFraction, 0.5**0.5)],
     ids=["linear", "sqrt"],
 )
-@cases(
-    slow=("rloo-kl", "ppo-separate"),
-    grpo={"kl": {"beta": 0.1}},
-    rloo={"kl": {"beta": 0.1}},
-    ppo=PPO_TERMS,
-)
+@cases(slow=("rloo-kl", "ppo-separate"), grpo={"kl": {"beta": 0.1}}, rloo={"kl": {"beta": 0.1}}, ppo=PPO_TERMS)
 def test_advantages_are_scaled_by_the_kept_fraction_and_regularisers_are_not(
     algorithm, settings, mixin, factor, policy_path, tmp_path
 ):
@@ -345,9 +207,6 @@ def test_advantages_are_scaled_by_the_kept_fraction_and_regularisers_are_not(
     if algorithm is not RLOO:
         alone = regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settings)
     assert_close(gradient, {name: factor * plain[name] + (1 - factor) * alone[name] for name in plain})
-
-
-# Optimizer steps
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])

@@ -1,7 +1,6 @@
 """The page of results: from a store of runs whose truth is known, and the files of the claims."""
 
 import re
-import shutil
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -9,15 +8,14 @@ from pathlib import Path
 import pytest
 from experiment_results import curves_of, write_results
 
-from research.figures import draw
-from research.measures import read_finished
-from research.page import analyse, check_readable, read_grid
+from research.figures import draw, validate
+from research.measures import COSTS, read_finished
+from research.page import analyse, read_grid
 from research.plan import read_experiment, read_experiments
 from research.store import Store
 
 FOLDER = Path(__file__).parents[2] / "research" / "experiments"
 FILES = sorted(FOLDER.glob("*.yaml"))
-CLAIMS = {"fig3", "fig5", "fig6", "fig8", "fig9"} | {f"tab{n}" for n in range(4, 10)} | {"ours1", "ours2", "ours3"}
 
 
 def page_of(folder, *names):
@@ -41,49 +39,6 @@ def fig9():
     return replace(read_experiment(FOLDER / "fig9.yaml"), flaw="", page=True)
 
 
-def test_every_claim_has_a_file_that_can_be_read():
-    experiments = read_experiments(FILES)
-    assert {one.id for one in experiments} >= CLAIMS
-    for one in experiments:
-        check_readable(one)
-        assert (one.checks or len(one.seeds) == 1) and one.figures and one.claim.endswith(".")
-
-
-def test_the_full_set_shares_what_claims_have_in_common():
-    experiments = read_experiments(FILES)
-    each = [len({planned.key for planned in one.planned_runs()}) for one in experiments if not one.others]
-    together = len({planned.key for one in experiments for planned in one.planned_runs()})
-    assert together <= 1280 and sum(each) - together >= 40
-    assert min(len(one.seeds) for one in experiments if one.checks and not one.flaw) >= 5
-    assert len(read_experiment(FOLDER / "tab7.yaml").seeds) == 10
-
-
-def test_levels_with_files_share_runs_with_experiments_of_that_file():
-    """The plain run on FrozenLake is one run, whether the task is an axis or the base; at the paper's scale, PPO has a
-    critic and GRPO has not."""
-    tab4, tab5 = (read_experiment(FOLDER / f"{name}.yaml") for name in ("tab4", "tab5"))
-    plain = {
-        planned.key for planned in tab5.planned_runs() if planned.levels == {"method": "none", "completions": "4"}
-    }
-    levels = {"method": "none", "algorithm": "DAPO", "env": "frozen_lake"}
-    assert {planned.key for planned in tab4.planned_runs() if planned.levels == levels} <= plain
-    critics = {(planned.levels["algorithm"], planned.fields["env_name"], "critic_lr" in planned.fields)
-               for planned in tab4.planned_runs(scale="paper")}  # fmt: skip
-    assert critics == {
-        (name, env, name == "PPO")
-        for name in ("PPO", "DAPO", "GRPO", "Dr. GRPO")
-        for env in ("frozen_lake", "sokoban", "countdown")
-    } | {("RLOO", "countdown", False)}  # it plays one turn, and the other two have several at that scale
-
-
-def test_an_experiment_over_others_has_their_runs():
-    over = read_experiment(FOLDER / "tab8.yaml")
-    assert {planned.key for planned in over.planned_runs()} == {
-        planned.key for one in over.others for planned in one.planned_runs()
-    }
-    assert len(over.planned_runs()) == len({planned.key for planned in over.planned_runs()})
-
-
 def test_the_page_says_what_the_store_has(tmp_path, fig9):
     write_results(tmp_path, fig9.planned_runs(), better_with_the_filter)
     analyse([fig9], tmp_path)
@@ -98,24 +53,6 @@ def test_the_page_says_what_the_store_has(tmp_path, fig9):
     images = re.findall(r"!\[.+\]\((.+)\)", text)
     assert images and all((tmp_path / image).stat().st_size > 5000 for image in images)
     assert not re.search(r"\bnan\b|None", text)
-
-
-@pytest.mark.slow
-def test_the_same_store_gives_the_same_page(tmp_path, fig9):
-    write_results(tmp_path / "one", fig9.planned_runs(), better_with_the_filter)
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    for name in ("one", "two"):
-        analyse([fig9], tmp_path / name)
-    for name in ("README.md", "all.md", "method.md", "fig9.md", "fig9.png"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
-@pytest.mark.slow
-def test_what_is_there_so_far_is_told_as_that(tmp_path, fig9):
-    write_results(tmp_path, [planned for planned in fig9.planned_runs() if planned.seed <= 3], better_with_the_filter)
-    analyse([fig9], tmp_path)
-    text = page_of(tmp_path, "fig9")
-    assert "so far (36 of 60 runs)" in text and "24 runs not there" in text
 
 
 def test_the_number_beside_a_verdict_is_the_one_that_made_it(tmp_path):
@@ -172,37 +109,6 @@ def test_runs_that_cannot_decide_have_a_line_in_the_appendix(tmp_path, fig9):
     assert "**No verdict.** It slips." in (tmp_path / "fig9.md").read_text()
 
 
-def test_all_columns_of_a_figure_are_seen_on_the_axis_they_share(tmp_path):
-    """Sokoban's success is far below FrozenLake's, which is drawn first."""
-    experiment = read_experiment(FOLDER / "fig5.yaml")
-    planned_runs = [planned for planned in experiment.planned_runs() if planned.seed == 1]
-
-    def lower_on_sokoban(planned):
-        metrics = curves_of(planned)
-        if planned.levels["env"] == "sokoban":
-            key = "eval/env/sokoban/success"
-            metrics[key] = {step: value - 0.4 for step, value in metrics[key].items()}
-        return metrics
-
-    write_results(tmp_path, planned_runs, lower_on_sokoban)
-    finished = read_finished(Store(tmp_path), [planned.key for planned in planned_runs])
-    figure = draw(read_grid(experiment, finished, "tiny", False), experiment.figures[0])
-    of_success = figure.axes[:2]
-    assert [axes.get_title("left") for axes in of_success] == ["frozen_lake", "sokoban"]
-    for axes in of_success:
-        low, high = axes.get_ylim()
-        assert axes.lines and all(low < value < high for line in axes.lines for value in line.get_ydata())
-
-
-def test_a_figure_of_which_nothing_has_run_is_left_out(tmp_path):
-    experiment = read_experiment(FOLDER / "ours2.yaml")
-    planned_runs = [planned for planned in experiment.planned_runs() if planned.levels["prompts"] == "70 % impossible"]
-    write_results(tmp_path, planned_runs, curves_of)
-    analyse([experiment], tmp_path)
-    assert re.findall(r"!\[.+\]\((.+)\)", (tmp_path / "ours2.md").read_text()) == ["ours2.png", "ours2_2.png"]
-    assert not (tmp_path / "ours2_3.png").exists()
-
-
 def test_before_anything_ran_the_page_says_so(tmp_path, fig9):
     analyse([fig9], tmp_path)
     text = page_of(tmp_path, "fig9")
@@ -219,13 +125,6 @@ def test_an_experiment_without_checks_has_curves_and_no_verdict(tmp_path):
         text = page_of(tmp_path, "smollm2")
         assert said in text and ("It has no check." in text) == (number > 0)
         assert "primary check," not in text and text.count("![") == images
-
-
-def test_the_quick_look_says_that_it_shows_nothing(tmp_path, fig9):
-    write_results(tmp_path, fig9.planned_runs(quick=True), better_with_the_filter)
-    analyse([fig9], tmp_path, quick=True)
-    text = page_of(tmp_path, "fig9")
-    assert "says nothing about" in text and "(no interval)" in text
 
 
 def test_links_lead_to_files_wherever_the_page_is(tmp_path):
@@ -319,3 +218,64 @@ def test_all_claims_are_drawn_and_told_on_a_screen_and_a_page_each(tmp_path, rec
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 11e6
     assert not [one for one in recwarn if "constrained_layout" in str(one.message)]
     assert len(Store(tmp_path).done()) > 400
+
+
+# Figures: readable in grey print and without all colours
+
+
+def figure_of(folder, name, number=0, seeds=100, simulate=curves_of, ran=(), **changes):
+    """One of an experiment's figures, once some of its seeds have run, maybe at some levels alone."""
+    experiment = read_experiment(FOLDER / f"{name}.yaml")
+    spec = {**experiment.figures[number], **changes}
+    where = (spec.get("where", {}) | dict(ran)).items()
+    planned_runs = [
+        planned for planned in experiment.planned_runs() if planned.seed <= seeds and where <= planned.levels.items()
+    ]
+    write_results(folder, planned_runs, simulate)
+    finished = read_finished(Store(folder), [planned.key for planned in planned_runs])
+    return draw(read_grid(experiment, finished, "tiny", False), spec)
+
+
+def means(axes):
+    return [line for line in axes.lines if not line.get_label().startswith("_")]
+
+
+def test_lines_are_told_apart_without_colour_also_over_costs(tmp_path):
+    figure = figure_of(tmp_path, "ours2", 1)
+    assert [axes.get_xlabel() for axes in figure.axes] == ["CPU time (s)", "FLOPs of the update"]
+    for axes in figure.axes:
+        marked = [line.get_marker() for line in means(axes)]
+        assert len(set(marked)) == len(marked) == 6 and not {"", "None", None} & set(marked)
+    (legend,) = figure.legends
+    assert [handle.get_marker() for handle in legend.get_lines()] == marked
+
+
+@pytest.mark.parametrize("cost", COSTS)
+def test_every_cost_can_be_an_axis(tmp_path, cost):
+    (axes,) = figure_of(tmp_path, "tab7", 1, seeds=1, x=[cost]).axes
+    costs = curves_of(next(iter(read_experiment(FOLDER / "tab7.yaml").planned_runs())))[f"cost/{cost}"]
+    assert [line.get_xdata()[-1] for line in means(axes)] == pytest.approx([max(costs.values())] * 4)
+
+
+def test_a_metric_that_the_store_drops_is_refused():
+    validate({"kind": "curves", "metrics": ["success", "retrieval/impossible"], "lines": "method"}, "here")
+    with pytest.raises(ValueError, match=r"here: metrics='dropped/by_store' is not supported; allowed: log keys"):
+        validate({"kind": "curves", "metrics": ["success", "dropped/by_store"], "lines": "method"}, "here")
+
+
+def test_a_logarithm_of_what_is_not_drawn_is_refused():
+    spec = {"kind": "curves", "metrics": ["success"], "lines": "method", "log": ["entropy"]}
+    with pytest.raises(ValueError, match=r"log='entropy' is not drawn; allowed: success"):
+        validate(spec, "here")
+    with pytest.raises(ValueError, match=r"log='success' is not drawn; allowed: mi/mean"):
+        validate({"kind": "scatter", "x": ["mi/mean"], "y": "success/last", "log": ["success"]}, "here")
+
+
+@pytest.mark.parametrize("name", ["metrics", "x", "log"])
+def test_what_must_be_a_list_of_names_is_refused_if_it_is_not(name):
+    spec = {"kind": "curves", "metrics": ["success"], "lines": "method"}
+    for value in ("success", [1]):
+        with pytest.raises(ValueError, match=f"here: {name} must be a list of names, got "):
+            validate({**spec, name: value}, "here")
+    with pytest.raises(ValueError, match="here: caption must be a text, got 3"):
+        validate({**spec, "caption": 3}, "here")

@@ -15,22 +15,12 @@ import yaml
 from experiment_results import write_results
 from filelock import FileLock, Timeout
 
-from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.record.files import HISTORY_FILE
 from research.__main__ import main
 from research.commands import QueuedRun, queue
 from research.plan import PlannedRun, read_experiment
-from research.runner import KEPT, LOCK, LOG, MADE, Runner
-from research.store import (
-    COSTS,
-    CURVES_SCHEMA,
-    RUNS_SCHEMA,
-    SEVERAL,
-    VERSIONS,
-    Store,
-    host_here,
-    tidy_rows,
-)
+from research.runner import KEPT, LOCK, LOG, Runner
+from research.store import COSTS, CURVES_SCHEMA, RUNS_SCHEMA, SEVERAL, VERSIONS, Store, host_here, tidy_rows
 
 # Small enough for a test, and long enough to be killed on the way.
 BASE = {
@@ -108,9 +98,6 @@ def is_locked(folder: Path) -> bool:
 
 def history(folder: Path) -> list[dict]:
     return json.loads((folder / HISTORY_FILE).read_text())
-
-
-# Whole runs
 
 
 @pytest.mark.full
@@ -192,47 +179,6 @@ def test_a_failing_run_is_listed_with_its_command_and_the_others_are_stored(plan
     (tmp_path / "results" / "experiments" / "small.yaml").unlink()
     assert begin(tmp_path, plan(), "--quick", "--runs", str(tmp_path / "elsewhere")).wait(300) == 0
     assert not list((tmp_path / "elsewhere").glob("*"))
-
-
-@pytest.mark.full
-def test_a_warm_start_is_made_once_for_all_its_runs_and_one_that_fails_is_told_of_each(plan, tmp_path):
-    """The recipes of a real model, with `tiny` in its place."""
-    cut = {"model_name_or_path": "tiny", "num_demonstrations": 16, "max_steps": 2, "use_cpu": True, "bf16": False}
-    base = {name: value for name, value in BASE.items() if name != "model"}
-    file = str(recipe_path("warm_start_smollm2_frozen_lake"))
-    path = plan(quick={"max_steps": 2, "warm_start": cut}, fields={"warm_start": file})
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
-    assert begin(tmp_path, path, "--quick", "--jobs", "2").wait(900) == 0, (tmp_path / "output").read_text()
-    planned_runs = read_experiment(path).planned_runs(quick=True)
-    assert Store(tmp_path / "results").done() == {planned.key for planned in planned_runs} and len(planned_runs) == 2
-    (model,) = (tmp_path / "runs" / "models").iterdir()
-    assert (model / MADE).exists() and (model / LOG).read_text().count("Model and tokenizer saved") == 1
-    trained = yaml.safe_load((tmp_path / "runs" / planned_runs[0].key / "config.yaml").read_text())
-    assert trained["model"] == str(model)
-
-    path = plan(fields={"warm_start": {**cut, "model_name_or_path": str(tmp_path / "nowhere")}}, id="small")
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
-    lost = tmp_path / "lost"
-    assert begin(lost, path, "--quick").wait(900) == 1
-    told = " ".join((lost / "output").read_text().split())
-    (model,) = (lost / "runs" / "models").iterdir()
-    assert told.count(f"python -m ragen2_trl.cli warm-start --config {model}/config.yaml") == 2
-    assert "nowhere" in told and not (model / MADE).exists() and not Store(lost / "results").done()
-
-
-@pytest.mark.slow
-def test_settings_that_training_does_not_know_are_refused_before_anything_runs(plan, tmp_path, capsys):
-    for base, message in (
-        ({"max_step": 3}, "not known: max_step "),
-        ({"snr_value": 2}, "snr_value=2"),
-        ({"algo": "grp"}, "algo='grp' is not supported"),
-        ({"env_args": {"hole": 3}}, "hole"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(command(tmp_path, "run", plan(base=base)))
-        told = " ".join(capsys.readouterr().err.split())
-        assert ended.value.code == 2 and message in told and "small: method" in told
-    assert not (tmp_path / "runs").exists()
 
 
 # What needs no training

@@ -5,12 +5,16 @@ import os
 import subprocess
 import sys
 import time
+import weakref
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from research.benchmarks import gpu
+from research.benchmarks import bench, gpu
+from research.benchmarks.bench import METHODS, Shape, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,16 +45,6 @@ def test_a_dry_run_measures_every_case_on_a_cpu(tmp_path):
     assert all(f"- {line}" in report for line in results["left_out"])
 
 
-def test_without_time_every_case_is_named_as_not_measured(tmp_path, capsys):
-    assert gpu.main(["--dry", "--seconds", "0", "--results", str(tmp_path)]) == 0
-    rows: dict = {}
-    cases = sum(len(part.cases) for part in gpu.make_parts(gpu.DRY, rows).values())
-    missing = json.loads((tmp_path / "gpu_dry.json").read_text())["missing"]
-    assert len(missing) == cases and all(line.endswith("no time left") for line in missing)
-    report = (tmp_path / "gpu_dry.md").read_text()
-    assert all(f"- {line}" in report for line in missing)
-
-
 def test_a_case_that_memory_does_not_hold_is_told_and_the_next_is_measured():
     def measure(size):
         if size == "large":
@@ -66,24 +60,58 @@ def test_a_case_that_memory_does_not_hold_is_told_and_the_next_is_measured():
     assert saved == [0, 1]  # results are written after every case
 
 
-def test_a_part_that_fails_is_told_and_the_others_are_measured(tmp_path, monkeypatch, capsys):
-    def fail(*case):
-        raise RuntimeError("no kernel")
-
-    def parts(sizes, rows):
-        rows |= {"updates": [], "steps": []}
-        failing = gpu.CaseList("Updates", 0.5, [("a",), ("b",)], fail)
-        return {"updates": failing, "steps": gpu.CaseList("Steps", 0.5, [], fail)}
-
-    monkeypatch.setattr(gpu, "make_parts", parts)
-    assert gpu.main(["--dry", "--results", str(tmp_path)]) == 1
-    missing = json.loads((tmp_path / "gpu_dry.json").read_text())["missing"]
-    assert missing == ["Updates: failed with RuntimeError: no kernel"]
-    assert "RuntimeError: no kernel" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_refused_in_a_line(capsys):
     with pytest.raises(SystemExit):
         gpu.main([])
     assert "no GPU was found; allowed: --dry" in capsys.readouterr().err
+
+
+# What an update keeps for its backward pass
+
+
+SHAPES = {"maths": Shape(16, 64, 0.5), "an agent": Shape(128, 32, 0.3), "long prompts": Shape(256, 16, 0.3)}
+
+
+def policy():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "head_dim": 32}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4}  # the most keys that there can be
+        return Qwen3ForCausalLM(Qwen3Config(vocab_size=512, **sizes, **heads))
+
+
+class Held:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def most_kept(method, shape):
+    """Bytes of tensors that are kept for a backward pass at once, parameters among them, and positions in all."""
+    held, sizes, most = Counter(), {}, 0
+
+    def release(storage):
+        held[storage] -= 1
+        if not held[storage]:
+            del sizes[storage]
+
+    def pack(tensor):
+        nonlocal most
+        storage, box = tensor.untyped_storage(), Held(tensor)
+        sizes[storage.data_ptr()] = storage.nbytes()
+        held[storage.data_ptr()] += 1
+        most = max(most, sum(sizes.values()))
+        weakref.finalize(box, release, storage.data_ptr())
+        return box
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+        positions = train(METHODS[method], shape, 0.0, policy=policy())["positions"]
+    return most, positions
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_eight_groups_in_full_micro_batches_keep_less_than_trl_does(shape, monkeypatch):
+    monkeypatch.setattr(bench, "prompts_for", lambda dead: 8)
+    (plain, padded), (ours, computed) = (most_kept(method, shape) for method in ("TRL", "all"))
+    assert computed < padded / 2
+    assert ours < plain

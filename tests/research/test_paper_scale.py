@@ -115,16 +115,6 @@ def test_each_run_has_the_paper_s_size_and_settings_that_its_processes_accept(mo
         _check_settings(paper_jobs({"num_generations": 3}, ROOT / "research" / "experiments" / "tab7.yaml"))
 
 
-def test_the_hours_of_a_run_are_those_of_the_arithmetic_in_the_docs():
-    """Of GRPO on FrozenLake: sampled at 1,000 tokens a second, evaluations included, and trained on at 10,000."""
-    plain, *_ = [
-        job
-        for job in paper_jobs(None, ROOT / "research" / "experiments" / "fig3.yaml")
-        if job.planned.levels["algorithm"] == "GRPO"
-    ]
-    assert plain.gpu_hours == pytest.approx((72_192 / 1_000 + 51_200 / 10_000) * 3_200 / 3_600)
-
-
 def test_the_middle_scale_has_the_paper_s_batches_and_takes_one_gpu_a_day_for_each_of_its_claims():
     claims = ("tab6", "fig5", "tab7", "fig8")
     with_scale = [one for one in read_experiments(FILES) if "middle" in one.larger]

@@ -9,8 +9,8 @@ from ragen2_trl import SNRFilteredGRPOConfig
 from ragen2_trl.names import named_object
 from ragen2_trl.record.files import HISTORY_FILE
 from research.commands import queue
-from research.plan import PlannedRun, question, read_experiments
-from research.settings import STORED_NAMES, STORED_VALUES, as_stored, digest
+from research.plan import question, read_experiments
+from research.settings import STORED_VALUES, digest
 from research.store import COSTS, Store, host_here, where_it_ran
 
 RESEARCH = Path(__file__).parents[2] / "research"
@@ -27,8 +27,7 @@ def experiments():
 def test_every_stored_run_is_one_that_an_experiment_plans(experiments):
     """Some of which still run. A setting with another name would leave stored runs without an experiment."""
     planned = {one.key for experiment in experiments for one in experiment.planned_runs()}
-    assert len(STORE.done()) >= 1097
-    assert planned >= STORE.done()
+    assert planned >= STORE.done() > set()
 
 
 def test_a_key_is_the_digest_of_what_the_store_says_of_the_run():
@@ -54,14 +53,6 @@ def test_every_new_row_has_machine_cpu_and_commit(experiments, tmp_path, monkeyp
     assert {"host", "processor", "commit"} <= gone_on.keys()
 
 
-def test_no_experiment_says_a_name_of_old(experiments):
-    old = {name for name in STORED_NAMES.values() if name.startswith("snr_")}
-    old |= {name for values in STORED_VALUES.values() for own in values.values() for name in own}
-    old -= set(SNRFilteredGRPOConfig.__dataclass_fields__)
-    assert {"snr_refill_rounds", "snr_include_zero", "snr_quartile"} <= old
-    assert not [name for one in experiments for planned in one.planned_runs() for name in old & planned.fields.keys()]
-
-
 def test_runs_whose_settings_are_gone_are_in_the_store_and_are_not_trained(experiments):
     known = {name for name in SNRFilteredGRPOConfig.__dataclass_fields__ if name.startswith("snr_")}
     gone = {
@@ -70,7 +61,7 @@ def test_runs_whose_settings_are_gone_are_in_the_store_and_are_not_trained(exper
         for planned in one.planned_runs()
         if any(name.startswith("snr_") and name not in known for name in planned.fields)
     }
-    assert len(gone) == 45 and gone <= STORE.done()
+    assert set() < gone <= STORE.done()
     assert gone == {planned.key for one in experiments for planned in one.planned_runs() if planned.retired}
     assert not [one for one in queue(experiments, quick=True) if "snr_mode" in one.planned.fields]
 
@@ -85,11 +76,3 @@ def test_each_experiment_is_still_what_its_record_says(experiments):
         STORE.check(one, "tiny", quick=False)
         fixed = {question(check) for check in STORE.fixed_checks(one)}
         assert fixed <= {question(check) for check in one.checks}
-
-
-def test_a_setting_that_is_changed_is_another_run(experiments):
-    (tab6,) = (one for one in experiments if one.id == "tab6")
-    first, *_ = tab6.planned_runs()
-    changed = {**first.fields, "snr_selector": "research.ablations:select_quarter"}
-    assert PlannedRun(changed, first.seed, first.levels).key != first.key
-    assert as_stored(as_stored(first.fields)) == as_stored(first.fields)

@@ -9,7 +9,7 @@ from players import tokenizer_fixture as tokenizer_fixture
 from scored_models import run_in_full
 
 from ragen2_trl.cli.samples import save_rows
-from ragen2_trl.instrument import NotMeasurableError, Sampling, find_turns, information_metrics
+from ragen2_trl.instrument import Sampling, find_turns, information_metrics
 from research.trajectory_reference import main, measure_trajectory_reference
 
 
@@ -70,17 +70,6 @@ def test_reasonings_that_stand_in_another_column_are_counted(policy, tokenizer):
         [replace(turn, context=turn.context_without_own_words, earlier=()) for turn in one] for one in trajectories
     ]
     assert measure(policy, told, 10).metrics["verbatim_elsewhere"] == 0
-
-
-def test_draws_without_reasoning_are_lost(policy, tokenizer):
-    silent = [find_turns([40, 41], [], tokenizer)] * 4
-    assert 4 < len(measure(policy, played(tokenizer, 4) + silent, 24).lengths) < 24
-    with pytest.raises(NotMeasurableError, match="no completion has reasoning"):
-        measure(policy, silent)
-
-
-def test_a_smaller_limit_of_prompts_is_kept(policy, tokenizer):
-    assert tuple(measure(policy, played(tokenizer, 8), 12, max_prompts=6).cross_logps.shape) == (6, 6)
 
 
 def test_saved_completions_give_the_same_numbers(policy, tokenizer, policy_path, tmp_path, capsys):
