@@ -6,7 +6,7 @@ from algorithms import GRPO, LOSSES, PPO, RLOO, replay_of, slow
 from conftest import PROMPTS, parameters_of
 from datasets import Dataset
 from replay import REWARDS, Replay
-from test_trl_batches import mixture_of_experts
+from test_trl_fidelity import mixture_of_experts
 from transformers import GPT2Config, GPT2LMHeadModel
 from trl import GRPOTrainer
 

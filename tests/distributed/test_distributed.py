@@ -242,6 +242,12 @@ def test_two_processes_save_the_groups_that_one_saves(tmp_path):
     assert {key[1:] for key in groups[0]} == {key[1:] for key in groups[1]}
 
 
+def test_a_process_with_images_trains_beside_one_without(policy_path, tmp_path):
+    """Of each family of models, in two steps."""
+    launch("images.py", 2, policy_path, tmp_path)
+    assert [torch.load(tmp_path / f"seen_{process}.pt") for process in (0, 1)] == [[True] * 6] * 2
+
+
 def test_settings_that_differ_between_processes_are_named_on_each_of_them(policy_path, tmp_path):
     launch("mismatch.py", 2, policy_path, tmp_path)
     messages = [(tmp_path / f"error_{process}.txt").read_text() for process in (0, 1)]
