@@ -1,21 +1,36 @@
 """What listens to the asynchronous trainer: mutual information, health, cost, the record of a run and its card."""
 
 import json
+import runpy
 from pathlib import Path
 
 import async_cpu
+import datasets
 import pytest
 import torch
-from async_cpu import LIVE, Server, StubWorker, make_async, make_sent, note_inputs, rows_logged, rows_of_group
+from async_cpu import (
+    ASYNC_RUN,
+    LIVE,
+    Server,
+    StubWorker,
+    Transfer,
+    make_async,
+    make_sent,
+    note_inputs,
+    rows_logged,
+    rows_of_group,
+)
 from async_cpu import on_a_cpu as on_a_cpu
 from conftest import parameters_of
+from transformers import AutoTokenizer
 
 from ragen2_trl import (
     CostCallback,
     EnvironmentEvalCallback,
     EpisodeCallback,
     MutualInformationCallback,
-    TrainingHealthCallback,
+    SNRFilteredAsyncGRPOConfig,
+    SNRFilteredAsyncGRPOTrainer,
 )
 from ragen2_trl.envs import make_env
 from ragen2_trl.metrics import metric
@@ -124,12 +139,6 @@ def test_a_callback_that_needs_trls_own_batches_is_refused_by_its_name(policy_pa
         EpisodeCallback(trainer)
 
 
-def test_the_asynchronous_trainer_brings_its_companions(policy_path, tmp_path):
-    trainer = make_async(policy_path, tmp_path, Server(), max_steps=1)
-    kinds = {type(one).__name__ for one in trainer.callback_handler.callbacks}
-    assert {"RunRecord", TrainingHealthCallback.__name__} <= kinds
-
-
 @pytest.mark.parametrize("strategy", ["nonzero", "lossless", "all"])
 def test_every_completion_and_every_pass_is_counted(strategy, policy_path, tmp_path):
     """Completions without a reward, groups that come too late, and passes of every strategy."""
@@ -154,3 +163,36 @@ def test_every_completion_and_every_pass_is_counted(strategy, policy_path, tmp_p
     assert (row["cost/update_positions"] < row["cost/plain_update_positions"]) == (strategy == "lossless")
     assert [one["snr/generation"] for one in rows_logged(trainer)] == [1, 2]
     assert trainer._groups.state()["generations"] == 2
+
+
+# The example for the asynchronous trainer runs, with a small model and a server of the tests.
+
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "async_grpo.py"
+
+
+def test_the_asynchronous_example_trains(policy_path, tmp_path, monkeypatch, on_a_cpu):
+    monkeypatch.chdir(tmp_path)
+    server = Server()
+    config, init = SNRFilteredAsyncGRPOConfig.__init__, SNRFilteredAsyncGRPOTrainer.__init__
+    asked, trained = {}, []
+
+    def small(self, *args, **settings):
+        asked.update(settings)
+        settings |= {**ASYNC_RUN, "vllm_server_base_url": server.url, "max_steps": 2, "max_completion_length": 8}
+        config(self, *args, **settings | {"num_generations": asked["num_generations"]})
+
+    def made(self, model, reward_funcs, **given):
+        tokenizer = AutoTokenizer.from_pretrained(policy_path)
+        tokenizer.response_template = async_cpu.TEXT
+        given |= {"processing_class": tokenizer, "weight_transfer": Transfer(server)}
+        init(self, policy_path, async_cpu.parity, **given)
+        trained.append(self)
+
+    monkeypatch.setattr(SNRFilteredAsyncGRPOConfig, "__init__", small)
+    monkeypatch.setattr(SNRFilteredAsyncGRPOTrainer, "__init__", made)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: async_cpu.prompts_with_dead())
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    (trainer,) = trained
+    assert trainer.state.global_step == 2 and trainer.pilot_generations == asked["snr_pilot_generations"]
+    assert 2 / 16 <= trainer.state.log_history[0]["snr/sampled_fraction"] < 1
