@@ -45,7 +45,7 @@ TESTS = {
     "trainers/async_rollouts": "async_filter",
     "trainers/checkpoints": "checkpoints promises_resume",
     "instrument/information": "information",
-    "instrument/scoring": "scoring_exact scoring_models scoring",
+    "instrument/scoring": "scoring_models scoring",
     "instrument/health": "health training_health",
     "record/completions": "what_if",
     "record/rows": "rows what_if",
