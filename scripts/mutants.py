@@ -30,9 +30,9 @@ EQUIVALENT = ROOT / "tests" / "mutants_equivalent.toml"
 # Files under tests/ without `test_` and `.py`, by module of ragen2_trl/: the quick ones first, after its own doctests.
 TESTS = {
     "filtering": "filtering selector",
-    "sampling/policy": "posterior pilots dynamic_sampling prompt_selection promises_composed",
-    "sampling/posterior": "posterior pilots",
-    "sampling/sampler": "pilots promises_composed prompt_selection",
+    "sampling/policy": "sampling_policy dynamic_sampling promises_composed",
+    "sampling/posterior": "sampling_policy",
+    "sampling/sampler": "dynamic_sampling promises_composed",
     "sampling/row_means": "row_means promises_composed",
     "trainers/selection": "reference selector score_reward promises_groups lossless",
     "trainers/micro_batches": "promises_computed promises_update promises_empty",

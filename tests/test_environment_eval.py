@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from algorithms import for_each
 from conftest import RUN, assert_same_parameters, parameters_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -168,23 +167,6 @@ def test_training_is_bit_identical_with_and_without_the_curve(turns, dropping_ou
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.slow
-@for_each
-def test_every_trainer_with_the_filter_is_left_alone_too(algorithm, tmp_path):
-    found = []
-    for evaluates in (False, True):
-        saving = {"save_strategy": "steps", "save_steps": 100} if evaluates else {}
-        args = algorithm.args(tmp_path / str(evaluates), max_completion_length=24, **saving)
-        trainer = algorithm.trainer(str(TINY_MODEL_PATH), LAKE.reward_funcs, args, LAKE.dataset(16, seed=0))
-        if evaluates:
-            trainer.add_callback(EnvironmentEvalCallback(LAKE, trainer, **{**SMALL, "every": 1}))
-        trainer.train()
-        found.append((parameters_of(trainer), states(trainer)))
-    assert list(evaluated(trainer)) == [0, 1, 2, 3]
-    assert_same_parameters(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-
-
 def test_an_exception_in_an_evaluation_is_an_exception(tmp_path):
     class Broken(EnvironmentEvalCallback):
         def _play(self, *args):
@@ -217,13 +199,6 @@ def test_transformers_own_setting_loads_it_where_only_the_best_are_saved(tmp_pat
     saved = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
     found = parameters_of(trainer)
     assert [name for name in saved if not torch.equal(saved[name], found[name])] == []
-
-
-@pytest.mark.slow
-def test_nothing_is_saved_where_no_checkpoints_are(tmp_path):
-    trainer = scripted(tmp_path, [0.0, 0.5], save_strategy="no")
-    trainer.train()
-    assert list(tmp_path.glob("checkpoint-*")) == []
 
 
 # When it ends, and goes on

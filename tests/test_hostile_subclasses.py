@@ -389,7 +389,11 @@ def test_pilots_are_not_scored_before_a_subclass_has_changed_them(algorithm, pol
     said = r"snr_pilot_generations=2.*_generate.*0.*_generate_single_turn"
     at_construction(algorithm, [CompletionsOfItsOwn], TypeError, said, policy_path, tmp_path, snr_pilot_generations=2)
     trainer_class = subclass(CompletionsOfItsOwn, algorithm.trainer)
-    algorithm.make(policy_path, algorithm.args(tmp_path), replay_of(policy_path), trainer_class=trainer_class)
+    by_default = {**FURTHER, "snr_strategy": "nonzero", "num_generations": 16, "per_device_train_batch_size": 32}
+    for settings in ({}, by_default):
+        args = algorithm.args(tmp_path, **settings)
+        trainer = algorithm.make(policy_path, args, replay_of(policy_path), trainer_class=trainer_class)
+        assert trainer.pilot_generations == 0
 
 
 @pytest.mark.parametrize("num_iterations", [1, 2])
