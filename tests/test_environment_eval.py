@@ -179,24 +179,23 @@ def test_an_exception_in_an_evaluation_is_an_exception(tmp_path):
 # What is kept
 
 
-def test_the_best_checkpoint_is_kept_and_loaded_and_the_first_of_equals_is_the_best(tmp_path):
-    successes = [0.75, 0.25, 0.5, 0.5]
-    trainer = scripted(tmp_path, successes, {"load_best": True}, save_total_limit=1)
+OF_TRANSFORMERS = {"load_best_model_at_end": True, "metric_for_best_model": "env/frozen_lake/return"}
+
+
+@pytest.mark.parametrize(
+    ("curve", "settings", "kept"),
+    [
+        ({"load_best": True}, {"save_total_limit": 1}, "checkpoint-2"),
+        pytest.param({}, {"save_strategy": "best", **OF_TRANSFORMERS}, "checkpoint-2", marks=pytest.mark.slow),
+    ],
+)
+def test_the_best_checkpoint_is_kept_and_loaded_and_the_first_of_equals_is_the_best(curve, settings, kept, tmp_path):
+    """By our setting, or by transformers' own."""
+    trainer = scripted(tmp_path, [0.75, 0.25, 0.5, 0.5], curve, **settings)
     trainer.train()
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.5, 2)
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
-    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
-    found = parameters_of(trainer)
-    assert [name for name in saved if not torch.equal(saved[name], found[name])] == []
-
-
-@pytest.mark.slow
-def test_transformers_own_setting_loads_it_where_only_the_best_are_saved(tmp_path):
-    named = {"load_best_model_at_end": True, "metric_for_best_model": "env/frozen_lake/return"}
-    trainer = scripted(tmp_path, [0.0, 0.5, 0.25], save_strategy="best", **named)
-    trainer.train()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-    saved = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    assert kept in [path.name for path in tmp_path.glob("checkpoint-*")]
+    saved = load_file(tmp_path / kept / "model.safetensors")
     found = parameters_of(trainer)
     assert [name for name in saved if not torch.equal(saved[name], found[name])] == []
 
