@@ -17,7 +17,7 @@ from trl import GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
 from ragen2_trl.callbacks import mutual_information
 from ragen2_trl.callbacks.mutual_information import group_metrics
-from ragen2_trl.instrument import budget, judge
+from ragen2_trl.instrument import budget
 from ragen2_trl.instrument.budget import Texts, affordable, expected_tokens
 from ragen2_trl.instrument.diagnosis import SCOPES, Measurement, Sampling
 from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN, judge
