@@ -34,7 +34,7 @@ TESTS = {
     "sampling/posterior": "sampling_policy",
     "sampling/sampler": "dynamic_sampling promises_composed",
     "sampling/row_means": "row_means promises_composed",
-    "trainers/selection": "reference selector score_reward promises_groups lossless",
+    "trainers/selection": "reference selector promises_groups lossless",
     "trainers/micro_batches": "promises_computed promises_update promises_empty",
     "trainers/plans": "promises_computed promises_update lossless",
     "trainers/dealing": "dealing promises_computed",

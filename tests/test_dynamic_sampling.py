@@ -1,7 +1,6 @@
 """Dynamic sampling through real training runs: a batch that keeps too little is filled up."""
 
 import itertools
-import random
 from collections import Counter
 from types import SimpleNamespace
 
@@ -230,22 +229,6 @@ def test_a_checkpoint_of_another_dataset_is_refused(policy_path, tmp_path):
     other.train_dataset = Dataset.from_dict({"prompt": WORDS[:4]})
     with pytest.raises(ValueError, match="train_dataset has 4 rows; the checkpoint's snr_prompt_selection knows 8"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
-def test_rows_that_others_write_into_stay_as_they_are(policy_path, tmp_path):
-    """A rollout function's outcomes and a task's own columns are written into the rows of a batch."""
-    env = make_env("frozen_lake", size=3)
-    args = GRPO.args(tmp_path, **SELECTS, max_steps=3)
-    dataset = env.dataset(4, seed=0)
-    rows = [dict(row) for row in dataset]
-
-    def reward(completions, seed, **columns):
-        return [random.Random(f"{one}{text}").random() for one, text in zip(seed, completions, strict=True)]
-
-    vars(reward)["environment"] = env
-    trainer = GRPO.make(policy_path, args, reward, dataset)
-    trainer.train()
-    assert [dict(row) for row in trainer._sampler.rows] == rows
 
 
 def flat(gradient):

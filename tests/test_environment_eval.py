@@ -17,10 +17,7 @@ from ragen2_trl.callbacks.environment_eval import task_names
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import make_env
 from ragen2_trl.record.held_out import curves_of
-from ragen2_trl.record.run import run_of
 from ragen2_trl.record.saved_episodes import read_episodes
-from ragen2_trl.report.card import diagnostics_section, eval_results
-from ragen2_trl.report.page import render_report
 from ragen2_trl.rollouts.outcomes import summarize
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
@@ -116,21 +113,6 @@ def test_evaluated_episodes_are_saved_as_they_were_played(curved):
     assert sum(one.success for one in lakes) / len(lakes) == evaluated(curved)[2]
     assert all(one.messages[-1]["role"] == "assistant" and len(one.turns) == 1 for one in lakes)
     assert len({one.seed for one in lakes}) == 4
-
-
-def test_card_and_report_tell_peak_last_and_area(curved):
-    run = run_of(curved)
-    first, peak, last = (curve := run.held_out["frozen_lake"]).first, curve.peak, curve.last
-    section = diagnostics_section(run)
-    row = f"| {first.success:.1%} ({first.low:.1%} to {first.high:.1%}) | {last.success:.1%} ({last.low:.1%} to "
-    assert f"| held-out success on frozen\\_lake {row}" in section
-    assert f", step {peak.step}) | {SMALL['num_prompts']} tasks; mean over the steps {curve.area:.1%}" in section
-    (result, *_) = eval_results(run, "me/lakes")
-    assert result.metric_name == "Held-out success rate" and result.metric_value == pytest.approx(last.success)
-    assert result.source_url.endswith("diagnostics/trainer_state.json")
-    page = render_report([run])
-    assert f"mean over the steps {curve.area:.1%}" in page and "Success on held-out tasks over the steps" in page
-    assert f"held-out success on frozen_lake {first.success:.1%} → {last.success:.1%}" in page
 
 
 # What it leaves alone

@@ -22,19 +22,12 @@ SEVERAL = {
     "steps_per_generation": 8,
     "num_iterations": 2,
 }
+OF_ONE = {"per_device_train_batch_size": 8, "steps_per_generation": 1}
 LAYOUTS = {
     "one row per device": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16},
     "out of step": {**SEVERAL, "gradient_accumulation_steps": 3},
-    "several generations a step": {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 4,
-        "steps_per_generation": 1,
-    },
-    "a shorter step ends each epoch": {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 3,
-        "steps_per_generation": 1,
-    },
+    "several generations a step": {**OF_ONE, "gradient_accumulation_steps": 4},
+    "a shorter step ends each epoch": {**OF_ONE, "gradient_accumulation_steps": 3},
     "padded": {**SEVERAL, "pad_to_multiple_of": 8},
 }
 
@@ -134,8 +127,7 @@ def test_lossless_ends_with_the_parameters_of_trl(algorithm, settings, policy_pa
     assert all(row["snr/update_compute_fraction"] < 0.9 for row in rows_of(ours))
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "loss_type"), zip(LAYOUTS, ["dapo", "bnpo"] * 3, strict=False))
 def test_lossless_is_trl_in_every_layout(layout, loss_type, policy_path, tmp_path):
     assert_lossless(GRPO, policy_path, tmp_path, **LAYOUTS[layout], loss_type=loss_type, max_steps=3)
 
@@ -256,19 +248,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_acts_on_rows_without_advantage_is_refused_as_it_would_end_elsewhere(name, policy_path, tmp_path):
-    algorithm, settings = REFUSED[name]
-    with pytest.raises(ValueError) as refused:
-        algorithm.args(tmp_path, **TRAINING | settings, **LOSSLESS)
-    field = next(iter(settings))
-    assert all(part in str(refused.value) for part in (f"{field}={settings[field]!r}", "'lossless'", "allowed"))
-    settings = {**settings, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_steps": 3}
-    plain = trained(algorithm, policy_path, tmp_path, True, double=False, **settings)
-    forced = trained(algorithm, policy_path, tmp_path, False, double=False, after=LOSSLESS.items(), **settings)
-    assert largest_difference(forced, plain) > 1e-5
-
-
+# What gives rows of flat groups an advantage.
 CENTRED = {
     "kl in the reward": (RLOO, {"beta": 0.1}),
     "normalised": (RLOO, {"normalize_advantages": True}),
@@ -276,16 +256,17 @@ CENTRED = {
 }
 
 
-@pytest.mark.parametrize("name", CENTRED)
-def test_what_gives_rows_of_flat_groups_an_advantage_is_refused_as_it_would_end_elsewhere(name, policy_path, tmp_path):
-    """In float64, where lossless ends within 1e-12 of TRL; but for KL, whose reference model has a name to load."""
-    algorithm, settings = CENTRED[name]
+@pytest.mark.parametrize(("algorithm", "settings"), (REFUSED | CENTRED).values(), ids=REFUSED | CENTRED)
+def test_what_acts_on_rows_without_advantage_is_refused_as_it_would_end_elsewhere(
+    algorithm, settings, policy_path, tmp_path
+):
+    """Of CENTRED in float64, where lossless ends within 1e-12 of TRL; but for KL, whose reference model has a name."""
     with pytest.raises(ValueError) as refused:
         algorithm.args(tmp_path, **TRAINING | settings, **LOSSLESS)
-    ((field, value),) = settings.items()
+    field, value = next(iter(settings.items()))
     assert all(part in str(refused.value) for part in (f"{field}={value!r}", "'lossless'", "allowed"))
     layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_steps": 3}
-    settings = {**settings, **layout, "double": field != "beta"}
+    settings = {**settings, **layout, "double": field in ("normalize_advantages", "multi_objective_aggregation")}
     plain = trained(algorithm, policy_path, tmp_path, True, **settings)
     forced = trained(algorithm, policy_path, tmp_path, False, after=LOSSLESS.items(), **settings)
     assert largest_difference(forced, plain) > (1e-6 if settings["double"] else 1e-5)

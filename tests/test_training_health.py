@@ -7,7 +7,6 @@ from conftest import assert_same_parameters, parameters_of
 from trl import GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOTrainer, TrainingHealthCallback, cli
-from ragen2_trl.callbacks import TrainingProgressCallback
 from ragen2_trl.instrument import Health, health
 from ragen2_trl.instrument.findings import training_finding
 from ragen2_trl.record.run import read_run
@@ -227,23 +226,3 @@ def test_what_may_end_training_is_checked(policy_path, prompts, make_args, stop_
             TrainingHealthCallback(trainer, stop_on=stop_on)
     else:
         assert TrainingHealthCallback(trainer, stop_on=stop_on).stop_on == {"failing"}
-
-
-def test_live_line_card_and_record_say_the_same(policy_path, prompts, make_args, tmp_path):
-    lines = []
-
-    class Sees(TrainingProgressCallback):
-        def line(self, logs):
-            lines.append(super().line(logs))
-            return lines[-1]
-
-    args = make_args(max_steps=13)
-    trainer = make_trainer(policy_path, prompts, args, SNRFilteredGRPOTrainer)
-    trainer.add_callback(Sees(trainer))
-    trainer.train()
-    assert ["FAILING: valid answers" in line for line in lines] == [False] * 10 + [True] * 3
-    trainer.create_model_card()
-    card = (tmp_path / "run" / "README.md").read_text()
-    found = read_run(tmp_path / "run").findings[0]
-    assert (found.name, found.since) == ("failing", 11)
-    assert card.count("failing since step 11") == 2  # at its head, and among the diagnostics

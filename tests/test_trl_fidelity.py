@@ -233,25 +233,6 @@ def test_truncated_completions_are_measured_although_they_are_not_trained_on(kin
 # Datasets
 
 
-@both
-def test_a_single_prompt_trains_and_the_callback_says_why_it_is_silent(snr, policy_path, make_args, caplog):
-    calls = []
-
-    def every_other(completions, **kwargs):
-        calls.append(len(completions))
-        return [float(number % 2) * (len(calls) % 2) for number in range(len(completions))]
-
-    args = make_args(per_device_train_batch_size=4, max_steps=4, **snr)
-    with caplog.at_level(logging.WARNING):
-        if snr:
-            calls.append(0)  # the first generation keeps nothing and the refill does
-        trainer = run(policy_path, args, Dataset.from_dict({"prompt": PROMPTS[:1]}), every_other)
-    silent = [text for text in caplog.messages if "mutual information (first_turn) is not measured" in text]
-    assert len(silent) == 1
-    assert "prompt" in silent[0]
-    assert not [key for row in rows_of(trainer) for key in row if key.startswith("mi/first_turn")]
-
-
 def test_rewards_see_the_same_columns_in_every_round_of_a_refill(policy_path, make_args):
     columns = []
 
@@ -282,26 +263,6 @@ def test_completions_of_a_refilled_prompt_have_messages_of_their_own(policy_path
 
 
 # Rewards
-
-
-@both
-def test_several_weighted_rewards_some_of_them_none(snr, policy_path, make_args):
-    """The second is asynchronous and knows some rows only, the third none at all; one row is known to nobody."""
-
-    def first(prompts, **kwargs):
-        return [None if number == 1 else 2.0 * reward for number, reward in enumerate(alternating(prompts))]
-
-    async def second(prompts, **kwargs):
-        return [None if number % 4 == 1 else 1.0 for number in range(len(prompts))]
-
-    def third(prompts, **kwargs):
-        return [None] * len(prompts)
-
-    args = make_args(per_device_train_batch_size=16, reward_weights=[0.5, 3.0, 1.0], **snr)
-    trainer = run(policy_path, args, reward=[first, second, third])
-    for row in rows_of(trainer):
-        assert row["rewards/second/mean"] == 1.0
-        assert row["rewards/third/mean"] is None
 
 
 # Layouts of steps
@@ -409,21 +370,6 @@ def test_sampling_log_probs_and_ratios_stay_with_their_rows(level, layout, snr, 
             assert torch.equal(batch[key], expected)
 
 
-def test_sequence_ratios_stay_whole_when_a_round_samples_single_tokens(policy_path, make_args):
-    """A ratio per sequence is (rows, 1), and so is everything per token in a batch of single-token completions."""
-    replay, ratio = replay_of(policy_path), "importance_sampling_ratio"
-
-    def rollout(prompts, trainer):
-        output = replay.rollout(prompts, trainer)
-        lengths.append(5 if len(lengths) % 2 else 1)
-        return {**output, "completion_ids": [ids[:1] * lengths[-1] for ids in output["completion_ids"]]}
-
-    lengths, add = [], lambda batch, marks: {ratio: torch.tensor(marks).unsqueeze(1)}
-    args = make_args(per_device_train_batch_size=16, **REFILL)
-    trainer = run(policy_path, args, None, Replay.reward, riding_along(add), rollout_func=rollout)
-    assert all(batch[ratio].shape == (len(batch["prompt_ids"]), 1) for batch in trainer.seen)
-
-
 @both
 @pytest.mark.parametrize("layout", [{}, {"num_iterations": 2, "steps_per_generation": 2}], ids=str)
 def test_images_stay_with_their_rows_and_the_callback_says_once_that_it_cannot_measure_them(
@@ -455,33 +401,6 @@ def test_images_stay_with_their_rows_and_the_callback_says_once_that_it_cannot_m
         assert torch.equal(prompts, torch.cat([masked, 0 * batch["completion_ids"]], dim=1))
     silent = [text for text in caplog.messages if "completions with images cannot be scored" in text]
     assert len(silent) == 1
-
-
-def test_rounds_with_images_beside_rounds_without_keep_them_with_their_rows(policy_path, make_args):
-    """An image each in every other round, which carries the row's fingerprint; the text model is not shown it."""
-    calls, shown = [], set()
-
-    def add(batch, marks):
-        calls.append(marks)
-        if len(calls) % 2 == 0:
-            return {}
-        shown.update(marks)
-        return {"pixel_values": torch.tensor(marks).unsqueeze(1), "num_images": [1] * len(marks)}
-
-    # One step: a prompt that comes again would have the same fingerprints with and without an image.
-    args = make_args(**{"per_device_train_batch_size": 16, **REFILL, "max_steps": 1})
-    trainer = run(policy_path, args, prepare=riding_along(add))
-    mixed = []
-    for batch in trainer.seen:
-        marks = fingerprints_of(trainer, batch)
-        with_image = [mark for mark in marks if mark in shown]
-        if with_image:
-            assert batch["num_images"] == [int(mark in shown) for mark in marks]
-            assert batch["pixel_values"].tolist() == [[mark] for mark in with_image]
-        else:
-            assert not {"pixel_values", "num_images"} & set(batch)
-        mixed.append(0 < len(with_image) < len(marks))
-    assert any(mixed)
 
 
 LOOK_TEMPLATE = (

@@ -356,12 +356,6 @@ def test_an_evaluation_that_fails_leaves_nothing_in_the_logs_of_training(policy_
     assert row["marked"] == 1.0 and set(trainer._logs["extra"]["mark"]) == {"trained"}
 
 
-def test_a_function_that_is_not_the_trainers_is_no_factory(policy_path, agent_args, prompts, make_args):
-    trainer = make(policy_path, agent_args(max_steps=1), environment_factory=Sure)
-    with pytest.raises(TypeError, match=r"the trainer's environment_factory or its reward functions are allowed"):
-        EnvironmentEvalCallback(length_reward, trainer, dataset=HELD_OUT)
-
-
 def test_success_that_is_not_known_is_none(policy_path, prompts, make_args):
     def unsure(completions, log_extra, **columns):
         log_extra("success", [math.nan, 0.3] * (len(completions) // 2))
