@@ -8,20 +8,9 @@ import async_cpu
 import datasets
 import pytest
 import torch
-from async_cpu import (
-    ASYNC_RUN,
-    LIVE,
-    Server,
-    StubWorker,
-    Transfer,
-    make_async,
-    make_sent,
-    note_inputs,
-    rows_logged,
-    rows_of_group,
-)
+from async_cpu import ASYNC_RUN, LIVE, Server, StubWorker, Transfer, make_async, make_sent, note_inputs, rows_of_group
 from async_cpu import on_a_cpu as on_a_cpu
-from conftest import parameters_of
+from conftest import log_rows, parameters_of
 from transformers import AutoTokenizer
 
 from ragen2_trl import (
@@ -62,33 +51,33 @@ def run(policy_path, tmp_path_factory):
 
 def test_mutual_information_is_measured_on_all_that_was_sampled(run):
     trainer, _, told = run
-    row = rows_logged(trainer)[0]
+    row = log_rows(trainer)[0]
     assert 0 <= row["mi/first_turn/retrieval_accuracy"] <= 1
     assert row["mi/first_turn/num_prompts"] >= 8  # dropped groups too: the first step keeps four
     assert all(one.rewards.shape[1] == 4 and len(one.completion_ids) == one.rewards.numel() for one in told)
     saved = Path(trainer.args.output_dir, "_measurements").glob("measurement_*.json")
-    assert len(list(saved)) == sum("mi/tokens" in row for row in rows_logged(trainer)) >= 2
+    assert len(list(saved)) == sum("mi/tokens" in row for row in log_rows(trainer)) >= 2
 
 
 def test_health_counts_the_completions_of_the_asynchronous_trainer(run):
     trainer, _, told = run
-    counts = [row["health/completions"] for row in rows_logged(trainer)]
+    counts = [row["health/completions"] for row in log_rows(trainer)]
     assert counts == [one.rewards.numel() for one in told]
 
 
 def test_cost_counts_what_was_sampled_and_computed(run):
     trainer, server, told = run
-    row = rows_logged(trainer)[-1]
+    row = log_rows(trainer)[-1]
     assert row["cost/sampled_completions"] == sum(one.rewards.numel() for one in told) <= server.completions
     assert row["cost/sampled_tokens"] == sum(len(ids) for one in told for ids in one.completion_ids)
-    forwarded = sum(one["batch/forwarded_tokens_per_step"] for one in rows_logged(trainer))
+    forwarded = sum(one["batch/forwarded_tokens_per_step"] for one in log_rows(trainer))
     assert row["cost/update_tokens"] == forwarded  # neither measurements nor rows of dropped groups
     assert row["cost/plain_completions"] == 16 * len(told)
 
 
 def test_every_metric_of_ours_is_in_the_registry(run):
     trainer, *_ = run
-    ours = {key for row in rows_logged(trainer) for key in row if key.startswith(("snr/", "mi/", "health/", "cost/"))}
+    ours = {key for row in log_rows(trainer) for key in row if key.startswith(("snr/", "mi/", "health/", "cost/"))}
     assert {"snr/sampled_staleness", "mi/first_turn/mi_seq", "cost/seconds"} <= ours
     assert sorted(key for key in ours if metric(key) is None) == []
 
@@ -156,12 +145,12 @@ def test_every_completion_and_every_pass_is_counted(strategy, policy_path, tmp_p
 
     trainer._announce = announcing
     trainer.train()
-    row = rows_logged(trainer)[-1]
+    row = log_rows(trainer)[-1]
     assert row["cost/sampled_completions"] == taken[-1]
     assert row["cost/update_positions"] == row["cost/update_tokens"] > 0
     assert row["cost/update_rows"] == sum(int(one["segment_id"].max()) + 1 for one in seen) > 0
     assert (row["cost/update_positions"] < row["cost/plain_update_positions"]) == (strategy == "lossless")
-    assert [one["snr/generation"] for one in rows_logged(trainer)] == [1, 2]
+    assert [one["snr/generation"] for one in log_rows(trainer)] == [1, 2]
     assert trainer._groups.state()["generations"] == 2
 
 

@@ -22,13 +22,12 @@ from async_cpu import (
     note_inputs,
     parity,
     prompts_with_dead,
-    rows_logged,
     rows_of_group,
     send,
     text_of,
 )
 from async_cpu import on_a_cpu as on_a_cpu
-from conftest import parameters_of
+from conftest import log_rows, parameters_of
 from launching import launch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOTrainer
@@ -65,7 +64,7 @@ def test_every_trained_row_has_an_advantage(policy_path, tmp_path):
     assert [len(one) for one in seen] == [16] * 4
     assert min(abs(value) for one in seen for value in one) > 0.1
     # Random texts, half of them even; 30 % of the prompts are alive: so many groups have signal.
-    zero = sum(row["snr/zero_variance_fraction"] for row in rows_logged(trainer)) / 4
+    zero = sum(row["snr/zero_variance_fraction"] for row in log_rows(trainer)) / 4
     assert 0.5 < zero < 0.9
 
 
@@ -83,7 +82,7 @@ def test_reward_speaks_for_all_groups_that_were_sampled(policy_path, tmp_path):
     # All of the row: four live groups, and the one that TRL fetches ahead.
     trainer = make_sent(policy_path, tmp_path, [DEAD, LIVE, DEAD, DEAD, LIVE, *[LIVE] * 2])
     trainer.train()
-    (row,) = rows_logged(trainer)
+    (row,) = log_rows(trainer)
     assert row["reward"] == row["rewards/parity"] == pytest.approx(4 * 0.5 / 7)
     assert row["snr/kept_fraction"] == pytest.approx(4 / 7)
     assert row["snr/kept_groups"] == 4 and row["snr/zero_variance_fraction"] == pytest.approx(3 / 7)

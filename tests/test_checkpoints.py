@@ -390,11 +390,7 @@ WRONG = [  # file and keys, the new value, and what the line names
     ((RANK, "own", "step"), "x", "own.step must be a whole number"),
     ((RANK, "own", "buffered_inputs"), 3, "own.buffered_inputs must be a list"),
     ((RANK, "own", "micro_batches"), {}, r"own\.micro_batches\.\w+ is missing"),
-    (
-        (RANK, "own", "dynamic_sampling", "numbers"),
-        ["x"],
-        r"dynamic_sampling\.numbers\[0\] must be a whole number",
-    ),
+    ((RANK, "own", "dynamic_sampling", "numbers"), ["x"], r"dynamic_sampling\.numbers\[0\] must be a whole number"),
     ((*SHARED, "filter", "reward_range"), [1.0], r"shared\.filter\.reward_range must be a list of 2"),
     ((*SHARED, "filter", "recent"), "x", r"shared\.filter\.recent must be an object"),
     ((*SHARED, "steps", "empty_streak"), True, r"shared\.steps\.empty_streak must be a whole number, got True"),

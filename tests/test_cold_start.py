@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from algorithms import GRPO, replay_of
-from conftest import PROMPTS, assert_same_parameters, parameters_of
+from conftest import PROMPTS, assert_same_parameters, log_rows, parameters_of
 from datasets import Dataset
 from lakes import CROSSING, answer, row
 from trl import GRPOTrainer
@@ -15,10 +15,6 @@ from ragen2_trl.envs import make_env
 
 REWARD = make_env("frozen_lake", size=3).reward_funcs
 WORST, BEST, SAME = (f"snr/dropped_all_{which}" for which in ("worst", "best", "same"))
-
-
-def log_rows(trainer) -> list[dict]:
-    return [row for row in trainer.state.log_history if "loss" in row]
 
 
 def lake_trainer(policy_path, args, text):

@@ -13,11 +13,7 @@ from reported_runs import make_run
 from trl import GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOTrainer
-from ragen2_trl.record.group_rewards import (
-    append_group_rewards,
-    forget_group_rewards,
-    read_group_rewards,
-)
+from ragen2_trl.record.group_rewards import append_group_rewards, forget_group_rewards, read_group_rewards
 from ragen2_trl.record.run import read_run, run_of
 from ragen2_trl.record.saved_measurement import read_measurement
 from ragen2_trl.report.figures import figures_of

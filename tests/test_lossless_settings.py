@@ -11,11 +11,11 @@ from itertools import combinations
 
 import pytest
 from algorithms import GRPO, LOSSES, RLOO, Algorithm, replay_of
-from conftest import PROMPTS, RUN, parameters_of
+from conftest import PROMPTS, RUN, apart, log_rows, parameters_of
 from datasets import Dataset
 from peft import LoraConfig
 from replay import Replay
-from test_lossless import CENTRED, LOSSLESS, REFUSED, InFloat64, largest_difference, model_in_float64, rows_of
+from test_lossless import CENTRED, LOSSLESS, REFUSED, InFloat64, model_in_float64
 from transformers import AutoModelForCausalLM
 
 RANDOM_CASES = 400  # of each algorithm, on demand
@@ -83,10 +83,7 @@ DRAWN = {
         "delta": [{}, {"delta": 1.5}],
         "off-policy mask": [{}, {"off_policy_mask_threshold": 0.5}],
         "of sapo": [{}, {"sapo_temperature_neg": 3.0, "sapo_temperature_pos": 0.5}],
-        "of vespo": [
-            {},
-            {"vespo_k_pos": 1.0, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0, "vespo_lambda_neg": 4.0},
-        ],
+        "of vespo": [{}, {"vespo_k_pos": 1.0, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0, "vespo_lambda_neg": 4.0}],
         # As if vLLM had sampled, with log-probs of its own.
         "importance weights": [
             {},
@@ -302,9 +299,9 @@ def test_lossless_is_trl_under_settings_that_meet(algorithm, row, must_move, pol
     after = parameters_of(plain)
     moved = max((after[name] - before[name]).abs().max().item() for name in before)
     assert moved > 1e-7 or not must_move  # masks may leave nothing to learn from
-    assert largest_difference(ours, plain) <= (1e-7 if exact else 1e-2) * moved
+    assert apart(ours, plain) <= (1e-7 if exact else 1e-2) * moved
     # RLOO's loss counts a masked completion as one of log-prob 0: a constant, without a gradient, which is left out.
     has_constant = algorithm is RLOO and settings.get("mask_truncated_completions", False)
-    for row_of_ours, row_of_plain in zip(rows_of(ours), rows_of(plain), strict=True):
+    for row_of_ours, row_of_plain in zip(log_rows(ours), log_rows(plain), strict=True):
         for name in ("grad_norm", "learning_rate", *(() if has_constant else ("loss",))):
             assert row_of_ours[name] == pytest.approx(row_of_plain[name], rel=1e-3, abs=1e-5), name

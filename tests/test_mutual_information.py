@@ -576,11 +576,7 @@ def test_groups_without_variance_are_told_apart_by_whether_completions_differ():
         turn_samples=[[]] * 6,
     )
     assert group_metrics(rollout) == pytest.approx(
-        {
-            "mi/groups/identical_completions": 1 / 3,
-            "mi/groups/equal_rewards": 1 / 3,
-            "mi/groups/zero_variance": 2 / 3,
-        }
+        {"mi/groups/identical_completions": 1 / 3, "mi/groups/equal_rewards": 1 / 3, "mi/groups/zero_variance": 2 / 3}
     )
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from algorithms import length_reward
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -324,10 +325,6 @@ def test_an_optimizer_of_deepspeeds_file_is_refused_by_name():
 
 
 # What a PPO run leaves on disk: the policy as others know it, and its critic apart.
-
-
-def length_reward(completions, **kwargs):
-    return [len(completion) / 10 for completion in completions]
 
 
 def make_trainer(policy_path, args, **kwargs):

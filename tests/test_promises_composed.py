@@ -327,8 +327,7 @@ def test_weights_that_a_checkpoint_lacks_are_an_error_and_tied_ones_are_not(poli
 
 
 @pytest.mark.parametrize(
-    "hook",
-    ["_generate", "_calculate_rewards", "_generate_and_score_completions", "_prepare_inputs", "_get_grad_norm"],
+    "hook", ["_generate", "_calculate_rewards", "_generate_and_score_completions", "_prepare_inputs", "_get_grad_norm"]
 )
 def test_a_trainer_made_without_init_has_the_hooks_of_trl(hook, monkeypatch):
     """As TRL's own unit tests make theirs."""

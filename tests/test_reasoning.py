@@ -150,10 +150,7 @@ def test_a_token_that_holds_part_of_a_tag_belongs_to_the_tag():
     assert turn.valid
     empty = read(UNFORCED, f"<think></think>{END}", kind)
     assert empty == Turn(turn.context, (), (), valid=False, rest=empty.rest)
-    assert [text_of(one.words, kind) for one in (turn, empty)] == [
-        "<think>\nI go. Right.</think>",
-        "<think></think>",
-    ]
+    assert [text_of(one.words, kind) for one in (turn, empty)] == ["<think>\nI go. Right.</think>", "<think></think>"]
 
 
 def test_a_closing_tag_that_is_special_still_closes():

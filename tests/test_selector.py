@@ -130,11 +130,7 @@ def test_a_callable_beside_a_name_is_refused(algorithm, policy_path, tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"snr_strategy": "nonzero"},
-        {"snr_value": 0.5},
-        {"snr_score": "reward_std"},
-    ],
+    [{"snr_strategy": "nonzero"}, {"snr_value": 0.5}, {"snr_score": "reward_std"}],
     ids=lambda settings: next(iter(settings)),
 )
 @pytest.mark.parametrize("given", ["callable", "name"])

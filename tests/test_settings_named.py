@@ -14,14 +14,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = (SNRFilteredGRPOConfig, SNRFilteredRLOOConfig, SNRFilteredPPOConfig)
 FIELDS = {name for config in CONFIGS for name in config.__dataclass_fields__}
 # Files of a checkpoint, columns of a batch and the like.
-NO_SETTINGS = {
-    "snr_state_",
-    "snr_manifest",
-    "snr_fields",
-    "snr_kept",
-    "snr_shared_tokens",
-    "snr_tag",
-}
+NO_SETTINGS = {"snr_state_", "snr_manifest", "snr_fields", "snr_kept", "snr_shared_tokens", "snr_tag"}
 STORED = {*STORED_NAMES.values(), *(name for of in STORED_VALUES.values() for own in of.values() for name in own)}
 # Pages and experiments that speak of stored runs, by the names that these have.
 FURTHER = {

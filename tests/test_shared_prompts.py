@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from algorithms import GRPO, PPO, RLOO, replay_of, slow
-from conftest import parameters_of
+from conftest import apart
 from peft import LoraConfig, PrefixTuningConfig, TaskType
 from transformers import (
     AutoModelForCausalLM,
@@ -317,11 +317,6 @@ def trained(
     )
     trainer.train()
     return trainer
-
-
-def apart(first, second):
-    ours, plain = parameters_of(first), parameters_of(second)
-    return max((ours[name] - plain[name]).abs().max().item() for name in plain)
 
 
 def fractions(trainer):

@@ -3,24 +3,15 @@
 import async_cpu
 import pytest
 import torch
-from algorithms import GRPO, PPO, RLOO, for_each, replay_of
+from algorithms import GRPO, PPO, RLOO, for_each, length_reward, replay_of
 from async_cpu import Server, StubWorker, make_async
-from conftest import PROMPTS, parameters_of
+from conftest import PROMPTS, log_rows, parameters_of
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
-
-
-def length_reward(completions, **kwargs):
-    return [len(completion) / 10 for completion in completions]
-
-
-def log_rows(trainer) -> list[dict]:
-    return [row for row in trainer.state.log_history if "loss" in row]
-
 
 # Drop-in
 

@@ -126,11 +126,7 @@ def test_each_state_is_reached_by_training(policy_path, prompts, make_args, capl
 
 @pytest.mark.parametrize(
     ("stop_on", "last"),
-    [
-        pytest.param((), 13, marks=SLOW),
-        pytest.param(("drifting", "no_rise"), 13, marks=SLOW),
-        (("failing",), 11),
-    ],
+    [pytest.param((), 13, marks=SLOW), pytest.param(("drifting", "no_rise"), 13, marks=SLOW), (("failing",), 11)],
 )
 def test_failing_training_is_told_once_and_ends_only_where_asked_to(
     policy_path, prompts, make_args, caplog, stop_on, last

@@ -66,10 +66,7 @@ MUTILATED = {
         ),
     ),
     "a helper is gone": ("nanstd", lambda patch: patch.delattr(utils, "nanstd")),
-    "a setting is gone": (
-        "loss_type",
-        lambda patch: patch.delitem(trl.GRPOConfig.__dataclass_fields__, "loss_type"),
-    ),
+    "a setting is gone": ("loss_type", lambda patch: patch.delitem(trl.GRPOConfig.__dataclass_fields__, "loss_type")),
 }
 
 
@@ -324,12 +321,7 @@ def test_a_name_of_trl_that_cannot_be_imported_is_told_with_the_releases_that_ha
     """In a module of ours that the class needs, before the class can look itself."""
     monkeypatch.setattr(trl, "__version__", "1.99.0")
     monkeypatch.delattr(import_module(module), name)
-    for one in (
-        of_ours,
-        "callbacks.mutual_information",
-        "trainers.filtered",
-        "trainers.grpo",
-    ):
+    for one in (of_ours, "callbacks.mutual_information", "trainers.filtered", "trainers.grpo"):
         monkeypatch.delitem(sys.modules, f"ragen2_trl.{one}", raising=False)
     class_name = "SNRFilteredGRPOTrainer" if "trainers" in of_ours else "MutualInformationCallback"
     with pytest.raises(IncompatibleTRLError, match=rf"1\.99\.0.*{name}.*TRL {OLDEST} to {NEWEST}"):

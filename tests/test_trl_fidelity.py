@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from conftest import PROMPTS, assert_same_parameters, parameters_of
+from conftest import PROMPTS, assert_same_parameters, log_rows, parameters_of
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
@@ -65,7 +65,7 @@ def run(policy, args, dataset=None, reward=alternating, prepare=None, resume=Non
     start = parameters_of(trainer)
     trainer.train(resume_from_checkpoint=resume)
     assert trainer.state.global_step == args.max_steps
-    rows = rows_of(trainer)
+    rows = log_rows(trainer)
     assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
     assert min(row["snr/kept_fraction"] for row in rows) < 1
     if args.learning_rate:
@@ -75,10 +75,6 @@ def run(policy, args, dataset=None, reward=alternating, prepare=None, resume=Non
     if args.snr_prompt_selection:
         assert any(row["snr/skipped_prompts"] for row in rows)
     return trainer
-
-
-def rows_of(trainer):
-    return [row for row in trainer.state.log_history if "loss" in row]
 
 
 def varied_rows_only(trainer):
@@ -154,10 +150,10 @@ def test_tools_and_environments_run_and_what_they_write_stays_out_of_the_loss(ki
     if kind == "environment":
         prompts = 4 * args.max_steps
         if args.snr_dynamic_sampling_rounds:
-            prompts = sum(row["snr/prompts_used"] for row in rows_of(trainer))
+            prompts = sum(row["snr/prompts_used"] for row in log_rows(trainer))
         assert (Lake.resets, Lake.looks) == (4 * prompts, 2 * prompts)
-        assert all(row["rewards/Lake/mean"] == 0.25 for row in rows_of(trainer))
-    for row in rows_of(trainer):
+        assert all(row["rewards/Lake/mean"] == 0.25 for row in log_rows(trainer))
+    for row in log_rows(trainer):
         assert row["tools/call_frequency"] == 0.5
         assert row["tools/failure_frequency"] == 0
         assert row["mi/trajectory/turn_2/num_completions"] > 0
@@ -199,7 +195,7 @@ def test_rollout_functions_keep_their_columns_and_masks(snr, policy_path, make_a
     for batch in trainer.seen:
         assert (batch["tool_mask"][:, 2:4] == 0).all()
         assert (batch["tool_mask"][:, :2] == 1).all()
-    assert all(row["mi/trajectory/turn_2/num_completions"] > 0 for row in rows_of(trainer))
+    assert all(row["mi/trajectory/turn_2/num_completions"] > 0 for row in log_rows(trainer))
 
 
 # Truncated completions
@@ -223,7 +219,7 @@ def test_truncated_completions_are_measured_although_they_are_not_trained_on(kin
         for completions in replay.completions.values():
             completions[:] = [[40 + token % 100 // 8 * 8 + 1 for token in ids] for ids in completions]
         trainer = run(policy_path, args, reward=Replay.reward, rollout_func=replay.rollout)
-        (row,) = rows_of(trainer)
+        (row,) = log_rows(trainer)
         assert row["completions/clipped_ratio"] == 1
         measured.append({key: value for key, value in row.items() if key.startswith("mi/") and key != "mi/seconds"})
     assert measured[0].keys() == measured[1].keys()
@@ -313,8 +309,8 @@ def test_a_resumed_run_continues_amid_two_iterations_over_a_refilled_batch(polic
     whole = run(policy_path, args)
     again = run(policy_path, args, resume=str(tmp_path / "run" / "checkpoint-3"))
     assert_same_parameters(parameters_of(whole), parameters_of(again))
-    assert len(rows_of(again)) == 6
-    for first, second in zip(rows_of(whole), rows_of(again), strict=True):
+    assert len(log_rows(again)) == 6
+    for first, second in zip(log_rows(whole), log_rows(again), strict=True):
         for key in first.keys() - {"step_time", "mi/seconds", "cost/seconds", "cost/cpu_seconds"}:
             assert first[key] == pytest.approx(second[key]), key
 
@@ -443,7 +439,7 @@ def test_a_vision_language_model_sees_the_images_of_its_kept_prompts(snr, policy
         expected = processor.image_processor([image for row in rows for image in images[row]], return_tensors="pt")
         assert torch.equal(batch["pixel_values"], expected["pixel_values"])
         assert batch["num_images"] == [len(images[row]) for row in rows]
-    assert not [key for row in rows_of(trainer) for key in row if key.startswith("mi/")]
+    assert not [key for row in log_rows(trainer) for key in row if key.startswith("mi/")]
 
 
 # Models
@@ -465,7 +461,7 @@ def test_load_balancing_losses_of_mixtures_of_experts_train(snr, policy_path, ma
     model, tokenizer = mixture_of_experts(policy_path)
     args = make_args(per_device_train_batch_size=16, router_aux_loss_coef=0.1, **snr)
     trainer = run(model, args, processing_class=tokenizer)
-    assert all(row["aux_loss"] > 0 for row in rows_of(trainer))
+    assert all(row["aux_loss"] > 0 for row in log_rows(trainer))
 
 
 @both
@@ -475,7 +471,7 @@ def test_reference_models_and_adapters(kind, snr, policy_path, make_args):
     adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM") if kind == "adapter" else None
     args = make_args(per_device_train_batch_size=16, beta=0.1, num_iterations=2, max_steps=4, **settings, **snr)
     trainer = run(policy_path, args, peft_config=adapter)
-    assert rows_of(trainer)[-1]["kl"] > 0
+    assert log_rows(trainer)[-1]["kl"] > 0
     assert all("ref_per_token_logps" in batch for batch in trainer.seen)
 
 
@@ -490,7 +486,7 @@ def test_logged_completions_have_a_value_in_every_column(policy_path, make_args,
 
     args = make_args(per_device_train_batch_size=16, log_completions=True, num_completions_to_print=1, **REFILL)
     trainer = run(policy_path, args, reward=reward)
-    assert all(row["mine"] == 1.0 for row in rows_of(trainer))
+    assert all(row["mine"] == 1.0 for row in log_rows(trainer))
     tables = sorted((tmp_path / "run" / "completions").glob("*.parquet"))
     assert len(tables) == args.max_steps
     for table in map(pd.read_parquet, tables):
@@ -518,6 +514,6 @@ def test_evaluation_during_training_is_neither_filtered_nor_filled_up_nor_measur
     evaluations = [row for row in trainer.state.log_history if "eval_reward" in row]
     assert len(evaluations) == 3
     assert counts["eval"] == [8, 8] * 3
-    assert sum(counts["train"]) == 4 * sum(row["snr/prompts_used"] for row in rows_of(trainer))
+    assert sum(counts["train"]) == 4 * sum(row["snr/prompts_used"] for row in log_rows(trainer))
     assert not [key for row in evaluations for key in row if "snr/" in key or "mi/" in key]
     assert all(row["eval_reward"] == 0.25 for row in evaluations)

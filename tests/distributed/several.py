@@ -19,12 +19,7 @@ from backends import COMMON
 from conftest import PROMPTS
 from replay import GROUP_SIZE, REWARDS, Recorder, Replay, gradients_of, move_away
 
-from ragen2_trl import (
-    SNRFilteredGRPOConfig,
-    SNRFilteredGRPOTrainer,
-    SNRFilteredPPOConfig,
-    SNRFilteredPPOTrainer,
-)
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, SNRFilteredPPOConfig, SNRFilteredPPOTrainer
 from ragen2_trl.envs import format_response, make_env
 from ragen2_trl.rollouts import TextRollout
 
@@ -85,10 +80,7 @@ OPTIONS = {
     "a quarter": {"snr_selector": "research.ablations:third_quarter"},
     "random groups": {"snr_selector": "research.ablations:as_many_at_random"},
     "ends of groups": {"snr_selector": "research.ablations:best_and_worst"},
-    "ends of groups, scaled by batch": {
-        "snr_selector": "research.ablations:best_and_worst",
-        "scale_rewards": "batch",
-    },
+    "ends of groups, scaled by batch": {"snr_selector": "research.ablations:best_and_worst", "scale_rewards": "batch"},
 }
 
 

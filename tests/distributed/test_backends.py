@@ -13,10 +13,7 @@ from ragen2_trl.record.saved_episodes import read_episodes
 
 BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora", "fsdp2_lora", "ddp_three"]
 # A newcomer's `make test` has each trainer on two processes, whole and sharded.
-FAST = {
-    "ddp": ("filtered dapo", "rloo", "ppo with a critic of its own", "lossless bnpo"),
-    "zero3": ("filtered dapo",),
-}
+FAST = {"ddp": ("filtered dapo", "rloo", "ppo with a critic of its own", "lossless bnpo"), "zero3": ("filtered dapo",)}
 # Each process samples in a round of the refill, so that more groups are logged than one process would need.
 SAMPLES_MORE = ("masked and refilled unevenly by three",)
 EMPTY = ("an empty step between", "rloo, an empty step between", "ppo, an empty step between")

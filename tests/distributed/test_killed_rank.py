@@ -10,8 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("layout", "kill"),
-    [("ddp", KILLS[2]), pytest.param("zero3", KILLS[9], marks=pytest.mark.needs("deepspeed"))],
+    ("layout", "kill"), [("ddp", KILLS[2]), pytest.param("zero3", KILLS[9], marks=pytest.mark.needs("deepspeed"))]
 )
 def test_a_run_that_loses_a_process_ends_soon_and_goes_on_as_if_it_had_not(layout, kill, policy_path, tmp_path):
     """`python tests/distributed/killed.py` does so at all moments."""
