@@ -458,71 +458,6 @@ def test_a_trainer_that_does_not_sample_is_refused(policy_path, tmp_path):
         listen(trainer, on_rollout=lambda batch, rewards: None)
 
 
-def sft_policy(policy_path, folder, depends: bool):
-    """The policy after SFT on reasoning of six random cells; they are those of the prompt if it depends on it."""
-    generator = torch.Generator().manual_seed(0)
-    cells = [f" {column}" for column in "abcdefgh"]
-
-    def draw():
-        return "".join(cells[i] for i in torch.randint(8, (6,), generator=generator).tolist())
-
-    prompts = [draw() for _ in range(512)]
-    reasonings = prompts if depends else [draw() for _ in prompts]
-    rows = [
-        {"prompt": f"Go from{prompt}\n", "completion": f"<think>{reasoning}</think>"}
-        for prompt, reasoning in zip(prompts, reasonings, strict=True)
-    ]
-    args = SFTConfig(
-        str(folder),
-        max_steps=150 if depends else 60,
-        per_device_train_batch_size=64,
-        learning_rate=1e-2,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    model = AutoModelForCausalLM.from_pretrained(policy_path)
-    model.generation_config.eos_token_id = AutoTokenizer.from_pretrained(policy_path).eos_token_id
-    trainer = SFTTrainer(model, args=args, train_dataset=Dataset.from_list(rows))
-    trainer.train()
-    trainer.save_model(str(folder))
-    AutoTokenizer.from_pretrained(policy_path).save_pretrained(folder)
-    return str(folder), Dataset.from_dict({"prompt": [f"Go from{draw()}\n" for _ in range(16)]})
-
-
-@pytest.mark.slow
-def test_a_policy_trained_on_templates_does_not_depend_on_its_prompt_yet_while_its_entropy_is_high(
-    policy_path, make_args, tmp_path, caplog, monkeypatch
-):
-    """Also where four tokens of each trace are scored under eight prompts, and not all of them under sixteen."""
-    for name, value in (("ALWAYS", 0), ("LEAST_TOKENS", 4), ("LEAST_PROMPTS", 8)):
-        monkeypatch.setattr(budget, name, value)
-    args = make_args(
-        snr=False, per_device_train_batch_size=64, max_steps=1, learning_rate=0.0, max_completion_length=12
-    )
-    for depends in (False, True):
-        path, dataset = sft_policy(policy_path, tmp_path / f"sft-{depends}", depends)
-        for share, num_prompts in ((None, 16), (1e-9, 8)):
-            trainer, measuring = run(GRPOTrainer, path, args, dataset, callback={"every": 1, "budget": share})
-            (row,) = rows_of(trainer)
-            (finding,) = judge(measuring.evidence)
-            assert row["mi/valid_thinking_rate"] > 0.9
-            assert row["mi/first_turn/num_prompts"] == num_prompts
-            if depends:
-                assert finding.regime in ("diverse", "compressed")
-                assert row["mi/regime/depends_on_prompt"] == 1.0
-                assert row["mi/first_turn/mi_seq"] > 0.5 * math.log(num_prompts)
-            else:
-                assert finding.regime == "independent"
-                assert not [text for text in warnings_of(caplog) if "ollapse" in text]
-                assert row["mi/regime/depends_on_prompt"] == 0.0
-                assert row["mi/first_turn/conditional_entropy_token"] > 0.5 * math.log(8)
-                assert row["mi/first_turn/mi_seq"] < 0.1 * math.log(num_prompts)
-
-
 ASKED_FOR = "template_even_if_success_rises"
 
 
@@ -565,6 +500,7 @@ def test_drift_into_template_collapse_warns_once_and_stops_where_asked_to(
             assert part in warnings[0]
         rows = [row["mi/regime/collapsed"] for row in rows_of(trainer)]
         assert rows == [0.0] * 3 + [1.0] * (1 if stop_on else 3)
+        assert [row.get("mi/regime/depends_on_prompt") for row in rows_of(trainer)][:2] == [1.0] * 2
 
 
 def test_groups_without_variance_are_told_apart_by_whether_completions_differ():

@@ -12,9 +12,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
 from replay import GROUP_SIZE, Recorder, Replay, assert_close, gradients_of, mean_gradient
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOTrainer
-from trl.chat_template_utils import qwen3_template
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer
 
@@ -91,82 +90,6 @@ def replay_of(policy_path, kind=Replay):
 
 # Tools, environments, rollout functions
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-CALL = '<tool_call>\n{"name": "look", "arguments": {"way": "up"}}\n</tool_call><|im_end|>'
-
-
-class Lake:
-    resets = looks = 0
-
-    def reset(self, **kwargs):
-        Lake.resets += 1
-        self.looked = False
-        return " (lake)"
-
-    def look(self, way: str) -> str:
-        """
-        Looks around.
-
-        Args:
-            way: Where to.
-        """
-        Lake.looks += 1
-        self.looked = True
-        return f"goal {way}"
-
-    def get_reward(self):
-        return 0.5 * self.looked
-
-
-def calling_a_tool(trainer):
-    """Every other completion calls the tool; what follows is different in each."""
-    tokenizer, generator = trainer._tokenizer, torch.Generator().manual_seed(3)
-    call = tokenizer(CALL)["input_ids"]
-
-    def generate(prompt_ids, images, fields, num_generations=None, has_tool_images=None):  # asked for after tools only
-        words = torch.randint(40, 140, (len(prompt_ids), 5), generator=generator).tolist()
-        first = has_tool_images is None
-        ends = [call if first and number % 2 else [*ids, tokenizer.eos_token_id] for number, ids in enumerate(words)]
-        return ends, None
-
-    trainer._generate_single_turn = generate
-
-
-@all_ways
-@pytest.mark.parametrize("kind", ["tools", "environment"])
-def test_tools_and_environments_run_and_what_they_write_stays_out_of_the_loss(kind, snr, policy_path, make_args):
-    tokenizer = AutoTokenizer.from_pretrained(policy_path)
-    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, qwen3_template
-    model = AutoModelForCausalLM.from_pretrained(policy_path, max_position_embeddings=512)
-    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in PROMPTS]})
-    args = make_args(**{"per_device_train_batch_size": 16, "max_completion_length": 200, "max_steps": 2, **snr})
-    tools = {"tools": [Lake().look]} if kind == "tools" else {"environment_factory": Lake}
-    Lake.resets = Lake.looks = 0
-    trainer = run(model, args, dataset, prepare=calling_a_tool, processing_class=tokenizer, **tools)
-    if kind == "environment":
-        prompts = 4 * args.max_steps
-        if args.snr_dynamic_sampling_rounds:
-            prompts = sum(row["snr/prompts_used"] for row in log_rows(trainer))
-        assert (Lake.resets, Lake.looks) == (4 * prompts, 2 * prompts)
-        assert all(row["rewards/Lake/mean"] == 0.25 for row in log_rows(trainer))
-    for row in log_rows(trainer):
-        assert row["tools/call_frequency"] == 0.5
-        assert row["tools/failure_frequency"] == 0
-        assert row["mi/trajectory/turn_2/num_completions"] > 0
-    calls = 0
-    for batch in trainer.seen:
-        masks = batch["completion_mask"] * batch["tool_mask"], batch["completion_mask"] * (1 - batch["tool_mask"])
-        for ids, *by in zip(batch["completion_ids"], *masks, strict=True):
-            by_model, by_tool = (tokenizer.decode(ids[mask.bool()]) for mask in by)
-            assert ("goal up" in by_tool) == ("tool_call" in by_model)
-            assert "goal up" not in by_model
-            calls += "goal up" in by_tool
-    assert calls
-
 
 class Turns(Replay):
     """Replayed completions of two turns, with a column of their own for the reward."""
@@ -227,18 +150,6 @@ def test_truncated_completions_are_measured_although_they_are_not_trained_on(kin
 
 
 # Datasets
-
-
-def test_rewards_see_the_same_columns_in_every_round_of_a_refill(policy_path, make_args):
-    columns = []
-
-    def reward(prompts, **kwargs):
-        columns.append(sorted(kwargs))
-        return alternating(prompts)
-
-    args = make_args(per_device_train_batch_size=16, remove_unused_columns=True, **REFILL)
-    run(policy_path, args, dataset_of(answer=PROMPTS), reward)
-    assert all(names == columns[0] for names in columns)
 
 
 def test_completions_of_a_refilled_prompt_have_messages_of_their_own(policy_path, make_args):

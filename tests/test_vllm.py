@@ -197,18 +197,6 @@ def test_promise_3_what_is_dropped_is_not_computed(tmp_path):
     assert sum(rows) == kept and max(rows) == 4
 
 
-def test_further_rounds_of_dynamic_sampling_are_sampled_by_what_is_trained(tmp_path):
-    trainer = make(tmp_path, max_steps=2, snr_dynamic_sampling_rounds=3, snr_strategy="nonzero")
-    calls, seen = recorded(trainer), batches_of(trainer, lambda batch: logps_now(trainer, batch))
-    trainer.train()
-    assert len(calls) > 2
-    batch, logps = seen[0]  # of several rounds; later ones may carry groups of the step before
-    mask = batch["completion_mask"].bool()
-    assert len(mask) == trainer.num_generations * log_rows(trainer)[0]["snr/trained_groups"] > 0
-    assert (logps - batch["sampling_per_token_logps"])[mask].abs().max() < SAME
-    assert max(differences(trainer)) < SAME
-
-
 def test_pilots_and_the_rest_of_their_groups_are_sampled_by_what_is_trained(tmp_path):
     def halves(completions, dead, **kwargs):
         return [0.0 if of_dead else float(len(str(one)) % 2) for one, of_dead in zip(completions, dead, strict=True)]
