@@ -5,7 +5,7 @@ import torch
 from algorithms import ALGORITHMS, _tokenizer
 from dynamic_samplings import FLAT, VARIED
 from peft import LoraConfig
-from pilot_replay import FIRST, PilotReplay
+from dynamic_samplings import FIRST, PilotReplay
 from test_ppo import ppo_args
 from trl import GRPOTrainer, RLOOTrainer
 

@@ -11,7 +11,7 @@ from algorithms import GRPO, RLOO, STILL, for_each, replay_of
 from conftest import ENDS, PROMPTS, parameters_of
 from dynamic_samplings import WORDS, Seen
 from packaging.version import Version
-from pilot_replay import FIRST, PILOTS, replay_of_pilots, sampled_in_full
+from dynamic_samplings import FIRST, PILOTS, replay_of_pilots, sampled_in_full
 from replay import GROUP_SIZE
 from test_promises_resume import log_rows
 from transformers import AutoModelForCausalLM

@@ -1,4 +1,5 @@
-"""Small trainings on two processes, each a function of its name, for `test_distributed.py`; some also run on one.
+"""Small trainings on two processes, each a function of its name, for `test_distributed.py` and
+`test_backends.py`; some also run on one.
 
 python -m torch.distributed.run --standalone --nproc_per_node=2 small.py NAME ARGUMENT...
 """
@@ -14,11 +15,11 @@ from accelerate import PartialState
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from algorithms import GRPO, STILL
-from backends import COMMON, deepspeed_config, is_sharded, start
+from backends import ADAM, COMMON, PPO, REPLAYED, deepspeed_config, is_sharded, parameters_of, start
 from conftest import PROMPTS
 from datasets import Dataset
 from ending import end
-from pilot_replay import PILOTS, replay_of_pilots, sampled_in_full
+from dynamic_samplings import PILOTS, replay_of_pilots, sampled_in_full
 from replay import REWARDS, Recorder, Replay, gradients_of, move_away, second_half
 from replayed import make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -251,6 +252,64 @@ def played(folder: str, processes: int = 2) -> None:
     trainer = GRPOTrainer(str(TINY_MODEL_PATH), mixture.reward_funcs, args, dataset)
     trainer.add_callback(EpisodeCallback(trainer))
     trainer.train()
+
+
+def episodes(backend: str, policy_path: str, folder: str, given: str = "{}") -> None:
+    """Episodes of four turns on one process and of two on the other, which generate together all the same."""
+    settings = {"max_completion_length": 300, "per_device_train_batch_size": 4, **start(backend), **json.loads(given)}
+    args = SNRFilteredGRPOConfig(folder, **{**COMMON, **GLOO, **settings})
+    env = make_env("frozen_lake", size=3, max_turns=(4, 2)[args.process_index], max_actions=2)
+
+    def length_reward(completion_ids, **columns):
+        return [len(set(ids)) / 10 for ids in completion_ids]  # a random policy never answers: something has to vary
+
+    trainer = SNRFilteredGRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(policy_path, max_position_embeddings=1024),
+        [*env.reward_funcs, length_reward],
+        args,
+        make_env("frozen_lake", size=3, max_turns=4, max_actions=2).dataset(8, seed=0),
+        processing_class=AutoTokenizer.from_pretrained(policy_path),
+        rollout_func=TextRollout(env, max_turn_tokens=6),
+    )
+    trainer.add_callback(EpisodeCallback(trainer, every=1))
+    calls, generate = [], trainer._generate_single_turn
+
+    def counted(contexts, *arguments, **keywords):
+        calls.append(len(contexts))
+        return generate(contexts, *arguments, **keywords)
+
+    trainer._generate_single_turn = counted
+    trainer.train()
+    if backend in ("zero3", "fsdp2"):
+        assert is_sharded(trainer)
+    save(folder, args.process_index, {"calls": calls, "rows": trainer.state.log_history})
+
+
+def ppo_resume(backend: str, policy_path: str, folder: str) -> None:
+    """PPO through a checkpoint, and again from it."""
+    settings = {**start(backend), **GLOO}
+    if backend == "zero3":
+        settings["deepspeed"]["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    case = {**PPO, **ADAM, "value_head": "separate", "critic_lr": 1e-3, "critic_warmup_steps": 1, "max_steps": 4}
+    case |= {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear", "output_dir": folder}
+    case["per_device_train_batch_size"] = case.pop("rows") // 2
+    replayed = {name: case.pop(name) for name in REPLAYED if name in case}
+
+    def train(resume: str | None = None):
+        trainer = make_trainer(policy_path, {**COMMON, **case, **settings}, PROMPTS, **replayed)
+        assert trainer.accelerator.num_processes == 2
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    trainer = train()
+    if backend == "zero3":
+        assert is_sharded(trainer)
+    whole = parameters_of(trainer)
+    trainer.save_model(str(Path(folder) / "final"))
+    del trainer
+    resumed = parameters_of(train(str(Path(folder) / "checkpoint-2")))
+    if PartialState().is_main_process:
+        torch.save({"whole": whole, "resumed": resumed}, Path(folder) / "parameters.pt")
 
 
 if __name__ == "__main__":
