@@ -10,8 +10,7 @@ import torch
 from algorithms import ALGORITHMS, GRPO, PPO, RLOO, STILL, cases, for_each, replay_of, slow
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset, IterableDataset
-from dynamic_samplings import WORDS, Seen, replay_with, rows_of
-from dynamic_samplings import FIRST, PILOTS, replay_of_pilots, sampled_in_full
+from dynamic_samplings import FIRST, PILOTS, WORDS, Seen, replay_of_pilots, replay_with, rows_of, sampled_in_full
 from players import LAKE, Player, make_trainer, multi_turn_args
 from players import policy_fixture as policy_fixture
 from players import tokenizer_fixture as tokenizer_fixture

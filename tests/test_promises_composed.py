@@ -9,9 +9,8 @@ import torch
 import trl
 from algorithms import GRPO, RLOO, STILL, for_each, replay_of
 from conftest import ENDS, PROMPTS, parameters_of
-from dynamic_samplings import WORDS, Seen
+from dynamic_samplings import FIRST, PILOTS, WORDS, Seen, replay_of_pilots, sampled_in_full
 from packaging.version import Version
-from dynamic_samplings import FIRST, PILOTS, replay_of_pilots, sampled_in_full
 from replay import GROUP_SIZE
 from test_promises_resume import log_rows
 from transformers import AutoModelForCausalLM

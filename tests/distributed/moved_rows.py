@@ -1,4 +1,4 @@
-"""What two processes hand one another and what they compute themselves; each saves what it saw for `test_moved_rows`.
+"""What two processes hand one another and what they compute themselves; each saves what it saw for `test_distributed`.
 
 python -m torch.distributed.run --standalone --nproc_per_node=2 moved_rows.py POLICY FOLDER
 """
