@@ -92,6 +92,10 @@ def replay_of(policy: str, rewards: Any = None, equal_lengths: bool = False) -> 
     return Replay(_tokenizer(policy), REWARDS if rewards is None else rewards, equal_lengths)
 
 
+def length_reward(completions, **columns):
+    return [len(completion) / 10 for completion in completions]
+
+
 # Gradients are compared at weights that do not move, so that several steps see the same policy.
 STILL = {"learning_rate": 0.0, "max_grad_norm": 0.0}
 

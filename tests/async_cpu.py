@@ -287,10 +287,6 @@ def make_sent(path, folder, sent, **settings):
     return make_async(path, folder, Server(), rollout_worker=sent, **settings)
 
 
-def rows_logged(trainer):
-    return [row for row in trainer.state.log_history if "loss" in row]
-
-
 def note_inputs(trainer):
     """What the loss is computed of, as it comes."""
     seen, compute_loss = [], trainer.compute_loss

@@ -241,10 +241,20 @@ def parameters_of(trainer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
+def apart(first, second) -> float:
+    """The largest difference of a parameter of two trainers."""
+    ours, others = parameters_of(first), parameters_of(second)
+    return max((ours[name] - others[name]).abs().max().item() for name in others)
+
+
 def assert_same_parameters(first: dict, second: dict) -> None:
     assert first.keys() == second.keys()
     different = [name for name in first if not torch.equal(first[name], second[name])]
     assert different == []
+
+
+def log_rows(trainer) -> list[dict]:
+    return [row for row in trainer.state.log_history if "loss" in row]
 
 
 def told_last(error: BaseException) -> list[str]:

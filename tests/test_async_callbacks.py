@@ -1,21 +1,25 @@
 """What listens to the asynchronous trainer: mutual information, health, cost, the record of a run and its card."""
 
 import json
+import runpy
 from pathlib import Path
 
 import async_cpu
+import datasets
 import pytest
 import torch
-from async_cpu import LIVE, Server, StubWorker, make_async, make_sent, note_inputs, rows_logged, rows_of_group
+from async_cpu import ASYNC_RUN, LIVE, Server, StubWorker, Transfer, make_async, make_sent, note_inputs, rows_of_group
 from async_cpu import on_a_cpu as on_a_cpu
-from conftest import parameters_of
+from conftest import log_rows, parameters_of
+from transformers import AutoTokenizer
 
 from ragen2_trl import (
     CostCallback,
     EnvironmentEvalCallback,
     EpisodeCallback,
     MutualInformationCallback,
-    TrainingHealthCallback,
+    SNRFilteredAsyncGRPOConfig,
+    SNRFilteredAsyncGRPOTrainer,
 )
 from ragen2_trl.envs import make_env
 from ragen2_trl.metrics import metric
@@ -47,33 +51,33 @@ def run(policy_path, tmp_path_factory):
 
 def test_mutual_information_is_measured_on_all_that_was_sampled(run):
     trainer, _, told = run
-    row = rows_logged(trainer)[0]
+    row = log_rows(trainer)[0]
     assert 0 <= row["mi/first_turn/retrieval_accuracy"] <= 1
     assert row["mi/first_turn/num_prompts"] >= 8  # dropped groups too: the first step keeps four
     assert all(one.rewards.shape[1] == 4 and len(one.completion_ids) == one.rewards.numel() for one in told)
     saved = Path(trainer.args.output_dir, "_measurements").glob("measurement_*.json")
-    assert len(list(saved)) == sum("mi/tokens" in row for row in rows_logged(trainer)) >= 2
+    assert len(list(saved)) == sum("mi/tokens" in row for row in log_rows(trainer)) >= 2
 
 
 def test_health_counts_the_completions_of_the_asynchronous_trainer(run):
     trainer, _, told = run
-    counts = [row["health/completions"] for row in rows_logged(trainer)]
+    counts = [row["health/completions"] for row in log_rows(trainer)]
     assert counts == [one.rewards.numel() for one in told]
 
 
 def test_cost_counts_what_was_sampled_and_computed(run):
     trainer, server, told = run
-    row = rows_logged(trainer)[-1]
+    row = log_rows(trainer)[-1]
     assert row["cost/sampled_completions"] == sum(one.rewards.numel() for one in told) <= server.completions
     assert row["cost/sampled_tokens"] == sum(len(ids) for one in told for ids in one.completion_ids)
-    forwarded = sum(one["batch/forwarded_tokens_per_step"] for one in rows_logged(trainer))
+    forwarded = sum(one["batch/forwarded_tokens_per_step"] for one in log_rows(trainer))
     assert row["cost/update_tokens"] == forwarded  # neither measurements nor rows of dropped groups
     assert row["cost/plain_completions"] == 16 * len(told)
 
 
 def test_every_metric_of_ours_is_in_the_registry(run):
     trainer, *_ = run
-    ours = {key for row in rows_logged(trainer) for key in row if key.startswith(("snr/", "mi/", "health/", "cost/"))}
+    ours = {key for row in log_rows(trainer) for key in row if key.startswith(("snr/", "mi/", "health/", "cost/"))}
     assert {"snr/sampled_staleness", "mi/first_turn/mi_seq", "cost/seconds"} <= ours
     assert sorted(key for key in ours if metric(key) is None) == []
 
@@ -124,12 +128,6 @@ def test_a_callback_that_needs_trls_own_batches_is_refused_by_its_name(policy_pa
         EpisodeCallback(trainer)
 
 
-def test_the_asynchronous_trainer_brings_its_companions(policy_path, tmp_path):
-    trainer = make_async(policy_path, tmp_path, Server(), max_steps=1)
-    kinds = {type(one).__name__ for one in trainer.callback_handler.callbacks}
-    assert {"RunRecord", TrainingHealthCallback.__name__} <= kinds
-
-
 @pytest.mark.parametrize("strategy", ["nonzero", "lossless", "all"])
 def test_every_completion_and_every_pass_is_counted(strategy, policy_path, tmp_path):
     """Completions without a reward, groups that come too late, and passes of every strategy."""
@@ -147,10 +145,43 @@ def test_every_completion_and_every_pass_is_counted(strategy, policy_path, tmp_p
 
     trainer._announce = announcing
     trainer.train()
-    row = rows_logged(trainer)[-1]
+    row = log_rows(trainer)[-1]
     assert row["cost/sampled_completions"] == taken[-1]
     assert row["cost/update_positions"] == row["cost/update_tokens"] > 0
     assert row["cost/update_rows"] == sum(int(one["segment_id"].max()) + 1 for one in seen) > 0
     assert (row["cost/update_positions"] < row["cost/plain_update_positions"]) == (strategy == "lossless")
-    assert [one["snr/generation"] for one in rows_logged(trainer)] == [1, 2]
+    assert [one["snr/generation"] for one in log_rows(trainer)] == [1, 2]
     assert trainer._groups.state()["generations"] == 2
+
+
+# The example for the asynchronous trainer runs, with a small model and a server of the tests.
+
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "async_grpo.py"
+
+
+def test_the_asynchronous_example_trains(policy_path, tmp_path, monkeypatch, on_a_cpu):
+    monkeypatch.chdir(tmp_path)
+    server = Server()
+    config, init = SNRFilteredAsyncGRPOConfig.__init__, SNRFilteredAsyncGRPOTrainer.__init__
+    asked, trained = {}, []
+
+    def small(self, *args, **settings):
+        asked.update(settings)
+        settings |= {**ASYNC_RUN, "vllm_server_base_url": server.url, "max_steps": 2, "max_completion_length": 8}
+        config(self, *args, **settings | {"num_generations": asked["num_generations"]})
+
+    def made(self, model, reward_funcs, **given):
+        tokenizer = AutoTokenizer.from_pretrained(policy_path)
+        tokenizer.response_template = async_cpu.TEXT
+        given |= {"processing_class": tokenizer, "weight_transfer": Transfer(server)}
+        init(self, policy_path, async_cpu.parity, **given)
+        trained.append(self)
+
+    monkeypatch.setattr(SNRFilteredAsyncGRPOConfig, "__init__", small)
+    monkeypatch.setattr(SNRFilteredAsyncGRPOTrainer, "__init__", made)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: async_cpu.prompts_with_dead())
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    (trainer,) = trained
+    assert trainer.state.global_step == 2 and trainer.pilot_generations == asked["snr_pilot_generations"]
+    assert 2 / 16 <= trainer.state.log_history[0]["snr/sampled_fraction"] < 1

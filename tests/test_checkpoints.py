@@ -8,18 +8,22 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import RUN, assert_same_parameters, parameters_of, told_last
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl import CostCallback, MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli
 from ragen2_trl.callbacks.pooling import POOL_FILE
 from ragen2_trl.saved_state import UNFINISHED
 from ragen2_trl.trainers import checkpoints
+from ragen2_trl.trainers.backends import check_backend
 from ragen2_trl.trainers.checkpoints import MANIFEST, flaw_of, last_complete_checkpoint
 
 PARTS = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
@@ -264,3 +268,199 @@ def test_the_checkpoint_that_sigterm_saves_can_be_resumed(policy_path, tmp_path)
     again = make("ours", policy_path, tmp_path, max_steps=6, save_strategy="no")
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 6
+
+
+# A checkpoint resumes only under the backend that saved it; any other is refused, and the error names both.
+
+
+PLAIN = ("model.safetensors", "optimizer.pt", "scheduler.pt")
+
+
+def zero(processes, weights="mp_rank_00_model_states.pt", prefix=""):
+    shards = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(processes)]
+    return ("model.safetensors", "latest", *(f"global_step2/{name}" for name in (*shards, weights)))
+
+
+def accelerator_of(processes=1, stage=None, fsdp=None, universal=False):
+    """The accelerator of a run."""
+    config = SimpleNamespace(get_value=lambda name, default: universal if "universal" in name else default)
+    deepspeed = None if stage is None else SimpleNamespace(zero_stage=stage, hf_ds_config=config)
+    state = SimpleNamespace(deepspeed_plugin=deepspeed)
+    if fsdp is not None:
+        state.fsdp_plugin = SimpleNamespace(state_dict_type=SimpleNamespace(name=fsdp))
+    return SimpleNamespace(state=state, num_processes=processes)
+
+
+SAVED = {
+    "plain": PLAIN,
+    "ZeRO-0": zero(0),
+    "ZeRO-1 or 2 on 2": zero(2),
+    "ZeRO-1 or 2 on 4, in bfloat16": zero(4, prefix="bf16_"),
+    "ZeRO-3 on 2": zero(2, "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+    "FSDP, whole": ("pytorch_model_fsdp.bin", "optimizer.bin"),
+    "FSDP, in shards": ("pytorch_model_fsdp_0/__0_0.distcp", "optimizer_0/__0_0.distcp"),
+}
+RUNS = {
+    "plain": (accelerator_of(), accelerator_of(2), accelerator_of(8)),
+    "ZeRO-0": (accelerator_of(2, 0), accelerator_of(4, 0)),
+    "ZeRO-1 or 2 on 2": (accelerator_of(2, 1), accelerator_of(2, 2)),
+    "ZeRO-1 or 2 on 4, in bfloat16": (accelerator_of(4, 2),),
+    "ZeRO-3 on 2": (accelerator_of(2, 3),),
+    "FSDP, whole": (accelerator_of(2, fsdp="FULL_STATE_DICT"), accelerator_of(4, fsdp="FULL_STATE_DICT")),
+    "FSDP, in shards": (accelerator_of(2, fsdp="SHARDED_STATE_DICT"), accelerator_of(4, fsdp="SHARDED_STATE_DICT")),
+}
+
+
+def checkpoint_of(files, folder):
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if not (folder / name).exists():
+            torch.save({}, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("saved", SAVED)
+def test_a_checkpoint_resumes_under_its_own_backend_alone(saved, tmp_path):
+    checkpoint = checkpoint_of(SAVED[saved], tmp_path)
+    for backend, runs in RUNS.items():
+        for accelerator in runs:
+            if backend == saved:
+                check_backend(checkpoint, accelerator)
+            else:
+                with pytest.raises(ValueError, match=r"was saved with .*\. This run has .*allowed: a run with "):
+                    check_backend(checkpoint, accelerator)
+
+
+def test_a_converted_checkpoint_resumes_under_any_stage_and_number_of_processes(tmp_path):
+    check_backend(checkpoint_of(zero(2), tmp_path), accelerator_of(4, 3, universal=True))
+
+
+def test_a_checkpoint_of_trl_with_zero_is_refused_in_a_plain_run(policy_path, tmp_path, capsys):
+    prompts = Dataset.from_dict({"prompt": [f"Go {number}" for number in range(8)]})
+    saving = {**RUN, "max_steps": 1, "save_steps": 1, "save_strategy": "steps", "output_dir": str(tmp_path)}
+
+    def reward(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    GRPOTrainer(policy_path, reward, GRPOConfig(**saving), prompts).train()
+    checkpoint = tmp_path / "checkpoint-1"
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (checkpoint / name).unlink()
+    checkpoint_of(zero(2), checkpoint)
+    again = SNRFilteredGRPOTrainer(policy_path, reward, SNRFilteredGRPOConfig(**{**saving, "max_steps": 2}), prompts)
+    for asked in (True, str(checkpoint)):
+        with pytest.raises(ValueError, match=r"was saved with DeepSpeed ZeRO.* on 2 processes\. This run has .*DDP"):
+            again.train(resume_from_checkpoint=asked)
+    command = ["--algo", "trl_grpo", "--model", "tiny", "--env_name", "bandit", "--eval_prompts", "0"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *command, "--output_dir", str(tmp_path), "--resume_from_checkpoint", str(checkpoint)])
+    assert ended.value.code == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "was saved with DeepSpeed ZeRO-1 or ZeRO-2 on 2 processes. This run has no sharding" in told
+
+
+# What a checkpoint brings is checked before a run goes on with it: each field of another form is a line.
+
+
+STATE, RANK, POOL = "trainer_state.json", "snr_state_0.pt", "_mutual_information_pool.pt"
+CALLBACKS = (STATE, "stateful_callbacks")
+SHARED = (RANK, "shared")
+WRONG = [  # file and keys, the new value, and what the line names
+    ((STATE, "global_step"), -1, "global_step must be at least 0, got -1"),
+    ((STATE, "global_step"), 10**9, "has done global_step=1000000000 .* this run ends after 4"),
+    ((STATE, "global_step"), 2.5, "global_step must be a whole number, got 2.5"),
+    ((STATE, "epoch"), "x", "epoch must be a number, got 'x'"),
+    ((STATE, "epoch"), 10**12, "epoch must be between 0 and global_step=2"),
+    ((STATE, "epoch"), float("nan"), "epoch must be between 0 and global_step=2"),
+    ((STATE, "log_history"), "x", "log_history must be a list"),
+    ((STATE, "log_history", 0), 3, r"log_history\[0\] must be an object"),
+    ((STATE, "total_flos"), None, "total_flos must be a number"),
+    (CALLBACKS, [], "stateful_callbacks must be an object"),
+    ((*CALLBACKS, "ragen2_run"), 3, "ragen2_run must be an object"),
+    ((*CALLBACKS, "ragen2_health"), [], "ragen2_health must be an object"),
+    ((*CALLBACKS, "ragen2_health", "health", "step"), "x", r"ragen2_health\.health\.step must be a whole number"),
+    ((*CALLBACKS, "ragen2_health", "health", "history"), [{}], r"ragen2_health\.health\.history\[0\]\.\w+ is missing"),
+    ((*CALLBACKS, "ragen2_health", "closes"), 1, r"ragen2_health\.closes must be true or false"),
+    ((*CALLBACKS, "ragen2_costs", "seconds"), "x", r"ragen2_costs\.seconds must be a number"),
+    ((*CALLBACKS, "ragen2_mutual_information", "ema"), 1, r"ragen2_mutual_information\.ema must be an object"),
+    ((*CALLBACKS, "ragen2_mutual_information", "last_step"), "x", "last_step must be a whole number"),
+    ((*CALLBACKS, "ragen2_mutual_information", "watch", "measurements"), [{"step": 1}], r"measurements\[0\]"),
+    ((RANK,), [], "must be an object"),
+    ((RANK, "layout"), "x", "layout must be an object"),
+    ((RANK, "own", "step"), "x", "own.step must be a whole number"),
+    ((RANK, "own", "buffered_inputs"), 3, "own.buffered_inputs must be a list"),
+    ((RANK, "own", "micro_batches"), {}, r"own\.micro_batches\.\w+ is missing"),
+    ((RANK, "own", "dynamic_sampling", "numbers"), ["x"], r"dynamic_sampling\.numbers\[0\] must be a whole number"),
+    ((*SHARED, "filter", "reward_range"), [1.0], r"shared\.filter\.reward_range must be a list of 2"),
+    ((*SHARED, "filter", "recent"), "x", r"shared\.filter\.recent must be an object"),
+    ((*SHARED, "steps", "empty_streak"), True, r"shared\.steps\.empty_streak must be a whole number, got True"),
+    ((*SHARED, "steps", "latest"), {1: 2.0}, r"a key of .*shared\.steps\.latest must be a text"),
+    ((*SHARED, "prompts", "drawn"), None, r"shared\.prompts\.drawn must be a whole number"),
+    ((*SHARED, "prompts", "posterior", "rows"), torch.tensor([99]), r"shared\.prompts cannot be loaded"),
+    ((*SHARED, "prompts", "posterior", "evidence"), 3.0, r"posterior\.evidence must be a tensor"),
+    ((POOL, 0, "rollout", "completion_ids"), "x", r"\[0\]\.rollout\.completion_ids must be a list"),
+    ((POOL, 0, "unknown"), 1, r"\[0\] has a field 'unknown'"),
+]
+
+
+def made(policy_path, folder, **settings):
+    chosen = {"snr_prompt_selection": True, "snr_dynamic_sampling_rounds": 1, "snr_strategy": "nonzero"}
+    saving = {"max_steps": 4, "save_steps": 2, "save_strategy": "steps", "max_completion_length": 6}
+    args = SNRFilteredGRPOConfig(**{**RUN, **saving, **chosen, "output_dir": str(folder), **settings})
+    prompts = Dataset.from_dict({"prompt": [f"Go {number}" for number in range(8)]})
+    trainer = SNRFilteredGRPOTrainer(
+        policy_path, lambda completions, **kwargs: [float(len(text)) for text in completions], args, prompts
+    )
+    trainer.add_callback(CostCallback(trainer))
+    trainer.add_callback(MutualInformationCallback(trainer, min_prompts=8))
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def whole(policy_path, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    made(policy_path, folder).train()
+    return folder / "checkpoint-2"
+
+
+@pytest.fixture
+def checkpoint(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "run" / whole.name)
+
+
+def refused(policy_path, checkpoint, said, **settings):
+    trainer = made(policy_path, checkpoint.parent, **settings)
+    with pytest.raises(ValueError, match=said) as raised:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    message = str(raised.value)
+    assert "\n" not in message and "allowed: " in message
+    assert not [line for line in told_last(raised.value) if "goes on from" in line]
+    return message
+
+
+@pytest.mark.parametrize(("place", "value", "said"), WRONG, ids=[".".join(map(str, place)) for place, *_ in WRONG])
+def test_a_field_of_another_form_is_a_line_that_names_file_and_field(place, value, said, checkpoint, policy_path):
+    name, *keys = place
+    path = checkpoint / name
+    read = json.loads(path.read_text()) if path.suffix == ".json" else torch.load(path, weights_only=True)
+    within = {"all": read}
+    *way, last = ["all", *keys]
+    for key in way:
+        within = within[key]
+    within[last] = value
+    read = value if not keys else read
+    path.write_text(json.dumps(read)) if path.suffix == ".json" else torch.save(read, path)
+    (checkpoint / "snr_manifest.json").unlink()  # it lists the file sizes
+    assert name in refused(policy_path, checkpoint, said)
+
+
+@pytest.mark.parametrize("name", [RANK, POOL])
+def test_an_archive_of_something_else_is_no_state(name, checkpoint, policy_path):
+    (checkpoint / "snr_manifest.json").unlink()
+    with zipfile.ZipFile(checkpoint / name, "w") as archive:
+        archive.writestr("data.pkl", b"cos\nsystem\n(S'true'\ntR.")
+    assert name in refused(policy_path, checkpoint, "cannot be read")
+
+
+def test_a_run_that_ends_before_its_checkpoint_is_refused(checkpoint, policy_path):
+    refused(policy_path, checkpoint, "this run ends after 1", max_steps=1)

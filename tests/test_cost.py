@@ -3,9 +3,8 @@
 import pytest
 import torch
 from algorithms import ALGORITHMS, _tokenizer
-from dynamic_samplings import FLAT, VARIED
+from dynamic_samplings import FIRST, FLAT, VARIED, PilotReplay
 from peft import LoraConfig
-from pilot_replay import FIRST, PilotReplay
 from test_ppo import ppo_args
 from trl import GRPOTrainer, RLOOTrainer
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from algorithms import for_each
 from conftest import RUN, assert_same_parameters, parameters_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,10 +17,7 @@ from ragen2_trl.callbacks.environment_eval import task_names
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import make_env
 from ragen2_trl.record.held_out import curves_of
-from ragen2_trl.record.run import run_of
 from ragen2_trl.record.saved_episodes import read_episodes
-from ragen2_trl.report.card import diagnostics_section, eval_results
-from ragen2_trl.report.page import render_report
 from ragen2_trl.rollouts.outcomes import summarize
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
@@ -119,21 +115,6 @@ def test_evaluated_episodes_are_saved_as_they_were_played(curved):
     assert len({one.seed for one in lakes}) == 4
 
 
-def test_card_and_report_tell_peak_last_and_area(curved):
-    run = run_of(curved)
-    first, peak, last = (curve := run.held_out["frozen_lake"]).first, curve.peak, curve.last
-    section = diagnostics_section(run)
-    row = f"| {first.success:.1%} ({first.low:.1%} to {first.high:.1%}) | {last.success:.1%} ({last.low:.1%} to "
-    assert f"| held-out success on frozen\\_lake {row}" in section
-    assert f", step {peak.step}) | {SMALL['num_prompts']} tasks; mean over the steps {curve.area:.1%}" in section
-    (result, *_) = eval_results(run, "me/lakes")
-    assert result.metric_name == "Held-out success rate" and result.metric_value == pytest.approx(last.success)
-    assert result.source_url.endswith("diagnostics/trainer_state.json")
-    page = render_report([run])
-    assert f"mean over the steps {curve.area:.1%}" in page and "Success on held-out tasks over the steps" in page
-    assert f"held-out success on frozen_lake {first.success:.1%} → {last.success:.1%}" in page
-
-
 # What it leaves alone
 
 
@@ -168,23 +149,6 @@ def test_training_is_bit_identical_with_and_without_the_curve(turns, dropping_ou
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.slow
-@for_each
-def test_every_trainer_with_the_filter_is_left_alone_too(algorithm, tmp_path):
-    found = []
-    for evaluates in (False, True):
-        saving = {"save_strategy": "steps", "save_steps": 100} if evaluates else {}
-        args = algorithm.args(tmp_path / str(evaluates), max_completion_length=24, **saving)
-        trainer = algorithm.trainer(str(TINY_MODEL_PATH), LAKE.reward_funcs, args, LAKE.dataset(16, seed=0))
-        if evaluates:
-            trainer.add_callback(EnvironmentEvalCallback(LAKE, trainer, **{**SMALL, "every": 1}))
-        trainer.train()
-        found.append((parameters_of(trainer), states(trainer)))
-    assert list(evaluated(trainer)) == [0, 1, 2, 3]
-    assert_same_parameters(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-
-
 def test_an_exception_in_an_evaluation_is_an_exception(tmp_path):
     class Broken(EnvironmentEvalCallback):
         def _play(self, *args):
@@ -197,33 +161,25 @@ def test_an_exception_in_an_evaluation_is_an_exception(tmp_path):
 # What is kept
 
 
-def test_the_best_checkpoint_is_kept_and_loaded_and_the_first_of_equals_is_the_best(tmp_path):
-    successes = [0.75, 0.25, 0.5, 0.5]
-    trainer = scripted(tmp_path, successes, {"load_best": True}, save_total_limit=1)
+OF_TRANSFORMERS = {"load_best_model_at_end": True, "metric_for_best_model": "env/frozen_lake/return"}
+
+
+@pytest.mark.parametrize(
+    ("curve", "settings", "kept"),
+    [
+        ({"load_best": True}, {"save_total_limit": 1}, "checkpoint-2"),
+        pytest.param({}, {"save_strategy": "best", **OF_TRANSFORMERS}, "checkpoint-2", marks=pytest.mark.slow),
+    ],
+)
+def test_the_best_checkpoint_is_kept_and_loaded_and_the_first_of_equals_is_the_best(curve, settings, kept, tmp_path):
+    """By our setting, or by transformers' own."""
+    trainer = scripted(tmp_path, [0.75, 0.25, 0.5, 0.5], curve, **settings)
     trainer.train()
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.5, 2)
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
-    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert kept in [path.name for path in tmp_path.glob("checkpoint-*")]
+    saved = load_file(tmp_path / kept / "model.safetensors")
     found = parameters_of(trainer)
     assert [name for name in saved if not torch.equal(saved[name], found[name])] == []
-
-
-@pytest.mark.slow
-def test_transformers_own_setting_loads_it_where_only_the_best_are_saved(tmp_path):
-    named = {"load_best_model_at_end": True, "metric_for_best_model": "env/frozen_lake/return"}
-    trainer = scripted(tmp_path, [0.0, 0.5, 0.25], save_strategy="best", **named)
-    trainer.train()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-    saved = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
-    found = parameters_of(trainer)
-    assert [name for name in saved if not torch.equal(saved[name], found[name])] == []
-
-
-@pytest.mark.slow
-def test_nothing_is_saved_where_no_checkpoints_are(tmp_path):
-    trainer = scripted(tmp_path, [0.0, 0.5], save_strategy="no")
-    trainer.train()
-    assert list(tmp_path.glob("checkpoint-*")) == []
 
 
 # When it ends, and goes on

@@ -1,22 +1,19 @@
 """The rewards of all groups that a run keeps, and figures of its measurements."""
 
 import json
-from statistics import fmean, stdev, variance
+from statistics import fmean, variance
 
 import pytest
 import torch
 from algorithms import GRPO, replay_of
 from dynamic_samplings import WORDS
-from measured_runs import length_reward, run
-from plotted import group_rewards, heights
+from measured_runs import length_reward
+from plotted import group_rewards
 from reported_runs import make_run
-from trl import GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOTrainer
 from ragen2_trl.record.group_rewards import append_group_rewards, forget_group_rewards, read_group_rewards
 from ragen2_trl.record.run import read_run, run_of
-from ragen2_trl.record.saved_measurement import read_measurement
-from ragen2_trl.report.figures import figures_of
 
 FILE = "_measurements/group_rewards.jsonl"
 
@@ -74,27 +71,6 @@ def test_a_step_that_spans_several_generations_keeps_the_rewards_of_all(policy_p
     assert len(record.rewards) == len(record.kept) == 3 * len(trainer.latest_selection.kept)
     (row,) = [row for row in trainer.state.log_history if "snr/score_mean" in row]
     assert fmean(map(variance, record.rewards)) == pytest.approx(row["snr/score_mean"], rel=1e-4)
-
-
-@pytest.mark.parametrize("trainer_class", [GRPOTrainer, SNRFilteredGRPOTrainer])
-def test_the_variance_that_is_drawn_is_that_of_the_rewards_of_its_step(trainer_class, policy_path, prompts, make_args):
-    """With a filter its score, here the standard deviation."""
-    is_plain = trainer_class is GRPOTrainer
-    own = {"snr": False} if is_plain else {"snr_score": "reward_std"}
-    args = make_args(max_steps=2, per_device_train_batch_size=32, **own)
-    trainer, _ = run(trainer_class, policy_path, args, prompts, callback={"every": 1})
-    told = run_of(trainer)
-    drawn = {name: figure for name, _, figure in figures_of(told)}
-    saved = read_measurement(told.measurements[-1])
-    assert saved.step == 2
-    above = drawn["reward_variance"].axes[0]
-    bars = [max(pair) for pair in zip(*(heights(one) for one in above.patches), strict=True)]
-    expected = sorted(map(variance if is_plain else stdev, saved.rewards.tolist()), reverse=True)
-    assert len(set(expected)) > 2 and bars == pytest.approx(expected)
-    if not is_plain:
-        (row,) = (row for row in trainer.state.log_history if row["step"] == 2 and "snr/score_mean" in row)
-        assert (fmean(bars), max(bars)) == pytest.approx((row["snr/score_mean"], row["snr/score_max"]))
-        assert sum(height > 0 for height in heights(above.patches[0])) == row["snr/kept_groups"]
 
 
 def test_a_resumed_run_forgets_what_comes_after_its_checkpoint_and_half_a_line(tmp_path):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from algorithms import GRPO, LOSSES, PPO, RLOO, replay_of, slow
-from conftest import PROMPTS, parameters_of
+from conftest import PROMPTS, apart, log_rows, parameters_of
 from datasets import Dataset
 from replay import REWARDS, Replay
-from test_trl_batches import mixture_of_experts
+from test_trl_fidelity import mixture_of_experts
 from transformers import GPT2Config, GPT2LMHeadModel
 from trl import GRPOTrainer
 
@@ -22,19 +22,12 @@ SEVERAL = {
     "steps_per_generation": 8,
     "num_iterations": 2,
 }
+OF_ONE = {"per_device_train_batch_size": 8, "steps_per_generation": 1}
 LAYOUTS = {
     "one row per device": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16},
     "out of step": {**SEVERAL, "gradient_accumulation_steps": 3},
-    "several generations a step": {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 4,
-        "steps_per_generation": 1,
-    },
-    "a shorter step ends each epoch": {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 3,
-        "steps_per_generation": 1,
-    },
+    "several generations a step": {**OF_ONE, "gradient_accumulation_steps": 4},
+    "a shorter step ends each epoch": {**OF_ONE, "gradient_accumulation_steps": 3},
     "padded": {**SEVERAL, "pad_to_multiple_of": 8},
 }
 
@@ -101,23 +94,14 @@ def trained(algorithm, policy_path, folder, plain, *, double=True, replay=Replay
     return trainer
 
 
-def largest_difference(first, second):
-    ours, plain = parameters_of(first), parameters_of(second)
-    return max((ours[name] - plain[name]).abs().max().item() for name in plain)
-
-
-def rows_of(trainer):
-    return [row for row in trainer.state.log_history if "loss" in row]
-
-
 def assert_lossless(algorithm, policy_path, folder, bound=1e-12, **settings):
     plain = trained(algorithm, policy_path, folder, True, **settings)
     ours = trained(algorithm, policy_path, folder, False, **LOSSLESS, **settings)
-    assert largest_difference(ours, plain) < bound
+    assert apart(ours, plain) < bound
     before = model_in_float64(ours._tokenizer) if ours.model.dtype == torch.float64 else None
     if before is not None:
         assert not [p for p, q in zip(before.parameters(), ours.model.parameters(), strict=True) if torch.equal(p, q)]
-    for row, of_plain in zip(rows_of(ours), rows_of(plain), strict=True):
+    for row, of_plain in zip(log_rows(ours), log_rows(plain), strict=True):
         for name in ("loss", "grad_norm", "learning_rate"):  # summed in float32 by the trainer
             assert row[name] == pytest.approx(of_plain[name], rel=1e-5, abs=1e-6), name
     return ours
@@ -131,11 +115,10 @@ each = pytest.mark.parametrize(("algorithm", "settings"), ALGORITHMS, ids=IDS)
 @each
 def test_lossless_ends_with_the_parameters_of_trl(algorithm, settings, policy_path, tmp_path):
     ours = assert_lossless(algorithm, policy_path, tmp_path, **SEVERAL, **settings, max_steps=5)
-    assert all(row["snr/update_compute_fraction"] < 0.9 for row in rows_of(ours))
+    assert all(row["snr/update_compute_fraction"] < 0.9 for row in log_rows(ours))
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "loss_type"), zip(LAYOUTS, ["dapo", "bnpo"] * 3, strict=False))
 def test_lossless_is_trl_in_every_layout(layout, loss_type, policy_path, tmp_path):
     assert_lossless(GRPO, policy_path, tmp_path, **LAYOUTS[layout], loss_type=loss_type, max_steps=3)
 
@@ -151,12 +134,12 @@ def test_a_step_without_any_advantage_is_taken_as_trl_takes_it(algorithm, settin
     """With a gradient of zero: momentum and weight decay move the weights, from one row of the batch."""
     settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_steps": 4, **settings}
     ours = assert_lossless(algorithm, policy_path, tmp_path, replay=FlatAtTimes, **settings)
-    computed = [row["snr/update_compute_fraction"] for row in rows_of(ours)]
+    computed = [row["snr/update_compute_fraction"] for row in log_rows(ours)]
     assert [share < 0.05 for share in computed] == [False, True, False, True]
-    assert [row["grad_norm"] == 0 for row in rows_of(ours)] == [False, True, False, True]
-    assert rows_of(ours)[-1]["snr/empty_steps"] == 0
+    assert [row["grad_norm"] == 0 for row in log_rows(ours)] == [False, True, False, True]
+    assert log_rows(ours)[-1]["snr/empty_steps"] == 0
     left_out = trained(algorithm, policy_path, tmp_path, False, replay=FlatAtTimes, snr_strategy="nonzero", **settings)
-    assert largest_difference(ours, left_out) > 1e-6
+    assert apart(ours, left_out) > 1e-6
 
 
 class CountsRows:
@@ -240,8 +223,8 @@ def test_in_float32_and_sampling_for_itself_it_stays_within_rounding(max_steps, 
         trainer = GRPO.make(policy_path, GRPO.args(tmp_path, plain, **settings), parity, PROMPTS)
         trainer.train()
         trainers.append(trainer)
-    assert largest_difference(*trainers) < 1e-5
-    assert rows_of(trainers[1])[0]["snr/kept_fraction"] < 0.7
+    assert apart(*trainers) < 1e-5
+    assert log_rows(trainers[1])[0]["snr/kept_fraction"] < 0.7
 
 
 # What is refused, and why
@@ -256,19 +239,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_acts_on_rows_without_advantage_is_refused_as_it_would_end_elsewhere(name, policy_path, tmp_path):
-    algorithm, settings = REFUSED[name]
-    with pytest.raises(ValueError) as refused:
-        algorithm.args(tmp_path, **TRAINING | settings, **LOSSLESS)
-    field = next(iter(settings))
-    assert all(part in str(refused.value) for part in (f"{field}={settings[field]!r}", "'lossless'", "allowed"))
-    settings = {**settings, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_steps": 3}
-    plain = trained(algorithm, policy_path, tmp_path, True, double=False, **settings)
-    forced = trained(algorithm, policy_path, tmp_path, False, double=False, after=LOSSLESS.items(), **settings)
-    assert largest_difference(forced, plain) > 1e-5
-
-
+# What gives rows of flat groups an advantage.
 CENTRED = {
     "kl in the reward": (RLOO, {"beta": 0.1}),
     "normalised": (RLOO, {"normalize_advantages": True}),
@@ -276,19 +247,20 @@ CENTRED = {
 }
 
 
-@pytest.mark.parametrize("name", CENTRED)
-def test_what_gives_rows_of_flat_groups_an_advantage_is_refused_as_it_would_end_elsewhere(name, policy_path, tmp_path):
-    """In float64, where lossless ends within 1e-12 of TRL; but for KL, whose reference model has a name to load."""
-    algorithm, settings = CENTRED[name]
+@pytest.mark.parametrize(("algorithm", "settings"), (REFUSED | CENTRED).values(), ids=REFUSED | CENTRED)
+def test_what_acts_on_rows_without_advantage_is_refused_as_it_would_end_elsewhere(
+    algorithm, settings, policy_path, tmp_path
+):
+    """Of CENTRED in float64, where lossless ends within 1e-12 of TRL; but for KL, whose reference model has a name."""
     with pytest.raises(ValueError) as refused:
         algorithm.args(tmp_path, **TRAINING | settings, **LOSSLESS)
-    ((field, value),) = settings.items()
+    field, value = next(iter(settings.items()))
     assert all(part in str(refused.value) for part in (f"{field}={value!r}", "'lossless'", "allowed"))
     layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_steps": 3}
-    settings = {**settings, **layout, "double": field != "beta"}
+    settings = {**settings, **layout, "double": field in ("normalize_advantages", "multi_objective_aggregation")}
     plain = trained(algorithm, policy_path, tmp_path, True, **settings)
     forced = trained(algorithm, policy_path, tmp_path, False, after=LOSSLESS.items(), **settings)
-    assert largest_difference(forced, plain) > (1e-6 if settings["double"] else 1e-5)
+    assert apart(forced, plain) > (1e-6 if settings["double"] else 1e-5)
 
 
 def test_ppo_is_refused_as_its_critic_learns_from_every_row(policy_path, tmp_path):

@@ -11,45 +11,36 @@ from itertools import combinations
 
 import pytest
 from algorithms import GRPO, LOSSES, RLOO, Algorithm, replay_of
-from conftest import PROMPTS, RUN, parameters_of
+from conftest import PROMPTS, RUN, apart, log_rows, parameters_of
 from datasets import Dataset
 from peft import LoraConfig
 from replay import Replay
-from test_lossless import CENTRED, LOSSLESS, REFUSED, InFloat64, largest_difference, model_in_float64, rows_of
+from test_lossless import CENTRED, LOSSLESS, REFUSED, InFloat64, model_in_float64
 from transformers import AutoModelForCausalLM
 
 RANDOM_CASES = 400  # of each algorithm, on demand
 
+
 # Each factor has several values, of which one is drawn; a value sets one field or several. "layout" has generations
 # within an optimizer step and beyond it, several passes, and groups of two to eight.
+def layout(rows, accumulation, **more):
+    return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation, **more}
+
+
 LAYOUTS = [
-    {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "steps_per_generation": 8,
-        "num_iterations": 2,
-    },
-    {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "num_generations": 8},
-    {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 3,
-        "generation_batch_size": 16,
-        "num_generations": 2,
-    },
-    {
-        "per_device_train_batch_size": 6,
-        "gradient_accumulation_steps": 4,
-        "steps_per_generation": 1,
-        "num_generations": 3,
-    },
-    {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "steps_per_generation": 3,
-        "num_iterations": 3,
-        "num_generations": 6,
-    },
+    layout(4, 2, steps_per_generation=8, num_iterations=2),
+    layout(1, 16, num_generations=8),
+    layout(8, 3, generation_batch_size=16, num_generations=2),
+    layout(6, 4, steps_per_generation=1, num_generations=3),
+    layout(8, 1, steps_per_generation=3, num_iterations=3, num_generations=6),
 ]
+
+
+def by_vllm(**weights):
+    """As if vLLM had sampled, with log-probs of its own."""
+    return {"sampler": "vllm", **{f"vllm_importance_sampling_{name}": value for name, value in weights.items()}}
+
+
 OPTIMIZERS = [
     {"optim": "adamw_torch", "learning_rate": 1e-3, "weight_decay": 0.1},
     {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 1e-4},
@@ -83,27 +74,14 @@ DRAWN = {
         "delta": [{}, {"delta": 1.5}],
         "off-policy mask": [{}, {"off_policy_mask_threshold": 0.5}],
         "of sapo": [{}, {"sapo_temperature_neg": 3.0, "sapo_temperature_pos": 0.5}],
-        "of vespo": [
-            {},
-            {"vespo_k_pos": 1.0, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0, "vespo_lambda_neg": 4.0},
-        ],
-        # As if vLLM had sampled, with log-probs of its own.
+        "of vespo": [{}, {"vespo_k_pos": 1.0, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0, "vespo_lambda_neg": 4.0}],
         "importance weights": [
             {},
-            {"sampler": "vllm", "vllm_importance_sampling_correction": False},
-            {"sampler": "vllm", "vllm_importance_sampling_mode": "token_truncate"},
-            {
-                "sampler": "vllm",
-                "vllm_importance_sampling_mode": "token_mask",
-                "vllm_importance_sampling_clip_max": 1.5,
-                "vllm_importance_sampling_clip_min": 0.1,
-            },
-            {
-                "sampler": "vllm",
-                "vllm_importance_sampling_mode": "sequence_mask",
-                "vllm_importance_sampling_clip_max": 100.0,
-            },
-            {"sampler": "vllm", "vllm_importance_sampling_mode": "sequence_truncate"},
+            by_vllm(correction=False),
+            by_vllm(mode="token_truncate"),
+            by_vllm(mode="token_mask", clip_max=1.5, clip_min=0.1),
+            by_vllm(mode="sequence_mask", clip_max=100.0),
+            by_vllm(mode="sequence_truncate"),
         ],
     },
     "rloo": OF_BOTH | {"reward clip": [{}, {"reward_clip_range": (0.25, 0.75)}]},
@@ -302,9 +280,9 @@ def test_lossless_is_trl_under_settings_that_meet(algorithm, row, must_move, pol
     after = parameters_of(plain)
     moved = max((after[name] - before[name]).abs().max().item() for name in before)
     assert moved > 1e-7 or not must_move  # masks may leave nothing to learn from
-    assert largest_difference(ours, plain) <= (1e-7 if exact else 1e-2) * moved
+    assert apart(ours, plain) <= (1e-7 if exact else 1e-2) * moved
     # RLOO's loss counts a masked completion as one of log-prob 0: a constant, without a gradient, which is left out.
     has_constant = algorithm is RLOO and settings.get("mask_truncated_completions", False)
-    for row_of_ours, row_of_plain in zip(rows_of(ours), rows_of(plain), strict=True):
+    for row_of_ours, row_of_plain in zip(log_rows(ours), log_rows(plain), strict=True):
         for name in ("grad_norm", "learning_rate", *(() if has_constant else ("loss",))):
             assert row_of_ours[name] == pytest.approx(row_of_plain[name], rel=1e-3, abs=1e-5), name

@@ -1,24 +1,32 @@
 """The callback through real training runs: what it measures, when, and what it leaves alone."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
 from measured_runs import ROW, length_reward, rloo_args, rows_of, run, warnings_of
 from replay import GROUP_SIZE, KEPT, REWARDS, Replay
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOTrainer, RLOOTrainer
+from trl import GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
-from ragen2_trl.instrument import judge
-from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN
+from ragen2_trl.callbacks import mutual_information
+from ragen2_trl.callbacks.mutual_information import group_metrics
+from ragen2_trl.instrument import budget
+from ragen2_trl.instrument.budget import Texts, affordable, expected_tokens
+from ragen2_trl.instrument.diagnosis import SCOPES, Measurement, Sampling
+from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN, judge
 from ragen2_trl.record.facts import facts
 from ragen2_trl.record.run import run_of
 from ragen2_trl.record.saved_measurement import read_measurement
 from ragen2_trl.report.figures import points_of
 from ragen2_trl.report.page import render_report
+from ragen2_trl.rollout_events import Rollout, listen
 
 
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer, SNRFilteredGRPOTrainer])
@@ -86,6 +94,7 @@ def test_the_numbers_share_the_row_of_trls_metrics_and_are_finite(policy_path, p
         assert all(math.isfinite(value) for key, value in row.items() if key.startswith("mi/"))
         assert row["mi/tokens"] > 0
         assert row["mi/first_turn/num_prompts"] == 2
+        assert not [key for key in row if key.startswith("mi/trajectory")]  # with one turn a completion
 
 
 @pytest.mark.slow
@@ -163,11 +172,6 @@ def test_turns_are_compared_within_their_position(policy_path, prompts, make_arg
     assert row["mi/first_turn/num_completions"] == 32
 
 
-def test_one_turn_a_completion_logs_no_trajectory_scope(policy_path, prompts, make_args):
-    trainer, _ = run(GRPOTrainer, policy_path, make_args(snr=False, max_steps=1), prompts, callback={"every": 1})
-    assert not [key for row in rows_of(trainer) for key in row if key.startswith("mi/trajectory")]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", [False, True])
 def test_a_resumed_run_logs_what_the_uninterrupted_run_logs(policy_path, prompts, make_args, tmp_path, flag):
@@ -233,14 +237,6 @@ def test_what_is_saved_has_each_prompt_once(policy_path, make_args):
     own = saved.cross_logps.gather(1, saved.prompt_index[:, None]).squeeze(1)
     hits = (own == saved.cross_logps.amax(dim=1)).float().mean().item()
     assert hits == pytest.approx(saved.metrics["retrieval_accuracy"], abs=0.01)  # own columns are still the own ones
-
-
-def test_why_nothing_was_measured_is_kept_for_the_report(policy_path, make_args):
-    same = Dataset.from_dict({"prompt": [PROMPTS[0]] * 8})
-    trainer, _ = run(GRPOTrainer, policy_path, make_args(snr=False, max_steps=1), same, callback={"every": 1})
-    assert "two different ones are needed" in run_of(trainer).silence
-    page = render_report([run_of(trainer)])
-    assert "two different ones are needed" in page and "add_callback" not in page
 
 
 def test_a_measurement_is_of_one_step_wherever_it_is_told(policy_path, prompts, make_args, tmp_path):
@@ -367,6 +363,7 @@ def test_a_run_too_short_to_be_measured_is_told_before_it_begins(policy_path, pr
         ({"logging_steps": 100}, None, "logging_strategy='steps', logging_steps=100"),
         ({"logging_strategy": "no"}, None, "logging_strategy='no'"),
         ({}, 3, "every=3"),
+        ({"logging_steps": 2}, None, None),  # which measures at the last one
     ],
 )
 def test_a_run_none_of_whose_steps_asks_for_a_measurement_is_told_so_and_its_report_too(
@@ -374,17 +371,239 @@ def test_a_run_none_of_whose_steps_asks_for_a_measurement_is_told_so_and_its_rep
 ):
     args = make_args(snr=False, max_steps=2, **settings)
     trainer, _ = run(GRPOTrainer, policy_path, args, prompts, callback={"every": every})
-    (line,) = [text for text in warnings_of(caplog) if "will not be measured" in text]
-    assert f"none of the 2 optimizer steps asks for it ({said})" in line
-    assert run_of(trainer).silence == f"no optimizer step so far has asked for it ({said})"
-    page = render_report([run_of(trainer)])
-    assert "no optimizer step so far has asked for it" in page and "add_callback" not in page
+    lines = [text for text in warnings_of(caplog) if "not be measured" in text]
+    assert [f"none of the 2 optimizer steps asks for it ({said})" in line for line in lines] == [True] * (
+        said is not None
+    )
+    assert len(rows_of(trainer)) == (said is None)
+    silence = run_of(trainer).silence
+    assert (silence == "") == (said is None) and (said or "") in silence
+    if said:
+        page = render_report([run_of(trainer)])
+        assert "no optimizer step so far has asked for it" in page and "add_callback" not in page
 
 
-def test_a_run_that_is_measured_at_its_last_step_is_not_told_that_it_will_not_be(
-    policy_path, prompts, make_args, caplog
+# What the callback warns of and refuses, and the collapses that it recognises.
+
+
+def test_an_exception_inside_scoring_propagates(policy_path, prompts, make_args, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("scoring broke")
+
+    monkeypatch.setattr("ragen2_trl.instrument.diagnosis.cross_score", broken)
+    with pytest.raises(RuntimeError, match="scoring broke"):
+        run(GRPOTrainer, policy_path, make_args(snr=False), prompts, callback={"every": 1})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "reason"),
+    [
+        ("same", [5, 6, 7], "all 2 prompts are the same"),
+        ("own", [], "no completion has reasoning"),
+        ("long", [5, 6, 7], "context of 256 tokens"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_once_and_leaves_no_number(
+    policy_path, make_args, caplog, prompt, completion, reason
 ):
-    args = make_args(snr=False, max_steps=2, logging_steps=2)
-    trainer, _ = run(GRPOTrainer, policy_path, args, prompts, callback={"every": None})
-    assert not [text for text in warnings_of(caplog) if "not be measured" in text]
-    assert run_of(trainer).silence == "" and len(rows_of(trainer)) == 1
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+
+    def rollout(prompts, trainer):
+        ids = {"same": [9, 9], "own": None, "long": [9] * 300}[prompt]
+        prompt_ids = [ids or tokenizer(text)["input_ids"] for text in prompts]
+        if prompt == "long":
+            prompt_ids = [[*ids, number // GROUP_SIZE] for number in range(len(prompts))]
+        end = [tokenizer.eos_token_id]
+        completion_ids = [[*completion, *end] for _ in prompts]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+
+    dataset = Dataset.from_dict({"prompt": PROMPTS})
+    trainer, _ = run(
+        SNRFilteredGRPOTrainer,
+        policy_path,
+        make_args(max_steps=2),
+        dataset,
+        callback={"every": 1},
+        rollout_func=rollout,
+    )
+    silent = [text for text in warnings_of(caplog) if "not measured" in text]
+    assert len(silent) == 1
+    assert reason in silent[0] and reason in run_of(trainer).silence
+    for row in trainer.state.log_history:
+        assert not [key for key in row if key.startswith("mi/first_turn")]
+        assert all(math.isfinite(value) for key, value in row.items() if key.startswith("mi/"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "every must be at least 1"),
+        ({"num_completions": 1}, "num_completions must be at least 2"),
+        ({"max_prompts": 1}, "max_prompts must be at least 2"),
+        ({"scopes": ("first",)}, "scopes='first' is not supported; allowed values: first_turn, trajectory, answer\\."),
+        ({"scopes": ()}, "scopes must name at least one"),
+        ({"stop_on": "collapse"}, "stop_on='collapse' is not supported; allowed values: template_even"),
+    ],
+)
+def test_a_bad_setting_is_named(policy_path, prompts, make_args, settings, message):
+    trainer = GRPOTrainer(policy_path, length_reward, args=make_args(snr=False), train_dataset=prompts)
+    with pytest.raises(ValueError, match=message):
+        MutualInformationCallback(trainer, **settings)
+
+
+def test_a_trainer_that_does_not_sample_is_refused(policy_path, tmp_path):
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none")
+    trainer = SFTTrainer(policy_path, args=args, train_dataset=Dataset.from_dict({"text": ["Go right"]}))
+    with pytest.raises(TypeError, match="SFTTrainer has no _generate_and_score_completions"):
+        listen(trainer, on_rollout=lambda batch, rewards: None)
+
+
+ASKED_FOR = "template_even_if_success_rises"
+
+
+class Drift:
+    """In place of a measurement: reasoning depends on its prompt for two measurements, and then no longer."""
+
+    def __init__(self, before, trials):
+        self.before, self.trials, self.count = before, float(trials), 0
+
+    def __call__(self, *args):
+        self.count += 1
+        accuracy = 0.9 if self.count <= 2 else 0.1
+        changed = {"retrieval_accuracy": accuracy, "retrieval_chance": 0.1, "num_completions": self.trials}
+        return replace(self.before, metrics=self.before.metrics | changed)
+
+
+@pytest.mark.parametrize(("stop_on", "trials"), [(None, 64), (ASKED_FOR, 64), (ASKED_FOR, 2)])
+def test_drift_into_template_collapse_warns_once_and_stops_where_asked_to(
+    policy_path, prompts, make_args, monkeypatch, caplog, stop_on, trials
+):
+    separable = torch.tensor([[-10.0, -30.0], [-30.0, -10.0]])
+    lengths, own = torch.tensor([5, 5]), torch.tensor([0, 1])
+    metrics = information_metrics(separable, lengths, own)
+    before = Measurement(metrics, separable, lengths, own, trajectories=[0, 4], columns=[0, 4])
+    monkeypatch.setattr(mutual_information, "measure_first_turn", Drift(before, trials))
+    callback = {"every": 1, "stop_on": stop_on}
+    trainer, _ = run(GRPOTrainer, policy_path, make_args(snr=False, max_steps=6), prompts, callback=callback)
+    told = trials == 64  # with two reasoning traces nothing can be told, and nothing ends
+    assert trainer.state.global_step == (4 if told and stop_on else 6)
+    warnings = [text for text in warnings_of(caplog) if "become a template" in text]
+    assert len(warnings) == told
+    if told:
+        for part in (
+            "Step 4: ",
+            "since step 3 ",
+            "chance 0.1",
+            "retrieval accuracy 0.1",
+            "best retrieval accuracy 0.9",
+        ):
+            assert part in warnings[0]
+        rows = [row["mi/regime/collapsed"] for row in rows_of(trainer)]
+        assert rows == [0.0] * 3 + [1.0] * (1 if stop_on else 3)
+        assert [row.get("mi/regime/depends_on_prompt") for row in rows_of(trainer)][:2] == [1.0] * 2
+
+
+def test_groups_without_variance_are_told_apart_by_whether_completions_differ():
+    rollout = Rollout(
+        prompt_ids=[[1]] * 6,
+        completion_ids=[[5], [5], [5], [6], [5], [6]],
+        tool_masks=[None] * 6,
+        rewards=torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]),
+        turn_samples=[[]] * 6,
+    )
+    assert group_metrics(rollout) == pytest.approx(
+        {"mi/groups/identical_completions": 1 / 3, "mi/groups/equal_rewards": 1 / 3, "mi/groups/zero_variance": 2 / 3}
+    )
+
+
+# A measurement costs a share of the update and no more: fewer tokens of each trace first, then fewer prompts.
+
+
+OF_BUDGET = {f"Question {number}": (0.0, 1.0) * 2 for number in range(16)}
+
+
+def texts(context=2_000, turn=500.0, num_prompts=64, num_turns=1):
+    number = 2 * num_prompts
+    return Texts([context] * number, [turn] * number, [round(turn * num_turns)] * number, num_turns, num_prompts)
+
+
+@given(st.integers(1, 4_000), st.floats(1, 4_000), st.integers(2, 200), st.integers(1, 6), st.floats(0, 1e8))
+def test_a_sampling_is_within_the_budget_or_the_least_there_is(context, turn, num_prompts, num_turns, tokens):
+    of, whole = texts(context, turn, num_prompts, num_turns), Sampling()
+    chosen = affordable(SCOPES, whole, of, tokens)
+    cost = expected_tokens(SCOPES, chosen, of)
+    least = (chosen.max_tokens or turn) <= 128 and min(chosen.max_prompts, num_prompts) <= 16
+    assert cost <= max(tokens, budget.ALWAYS) or least
+    assert (chosen.max_tokens or 128) >= 128 and chosen.max_prompts >= 16
+    if chosen.max_prompts < whole.max_prompts:  # traces come first
+        assert (chosen.max_tokens or turn) <= 128
+    if chosen != whole:
+        assert expected_tokens(SCOPES, whole, of) > max(tokens, budget.ALWAYS)
+
+
+def test_at_small_sizes_nothing_changes():
+    for of in (texts(100, 60.0, 32), texts(200, 100.0, 16), texts(60, 64.0, 16, num_turns=5)):
+        assert affordable(SCOPES, Sampling(), of, budget=0.0) == Sampling()
+
+
+def test_a_budget_for_both_scopes_is_spent_on_both():
+    of = texts(num_turns=5)
+    first, both = (affordable(scopes, Sampling(), of, 1.2e6) for scopes in (SCOPES[:1], SCOPES))
+    assert expected_tokens(SCOPES, first, of) > 1.2e6 >= expected_tokens(SCOPES, both, of)
+
+
+def test_columns_of_a_trajectory_are_cut_though_prompts_are_few():
+    of = texts(60, 64.0, 16, num_turns=2)
+    of = replace(of, **{name: getattr(of, name) * 4 for name in ("contexts", "turns", "completions")})
+    assert expected_tokens(SCOPES, Sampling(), of) > budget.ALWAYS
+    assert expected_tokens(SCOPES, affordable(SCOPES, Sampling(), of, 0.0), of) <= budget.ALWAYS
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    monkeypatch.setattr(budget, "ALWAYS", 0)
+    monkeypatch.setattr(budget, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(budget, "LEAST_PROMPTS", 4)
+
+
+def measured(policy_path, args, share, cut=None, **callback):
+    """A run on the same completions each time, or on their first tokens."""
+    replay = Replay(AutoTokenizer.from_pretrained(policy_path), OF_BUDGET)
+    for group in replay.completions.values():  # no white space, which counts as no reasoning at either end
+        group[:] = [[40 + token % 100 for token in ids][:cut] for ids in group]
+    rollout = {"reward": Replay.reward, "rollout_func": replay.rollout}
+    callback = {"every": 1, "budget": share, **callback}
+    dataset = Dataset.from_dict({"prompt": list(OF_BUDGET)})
+    return run(GRPOTrainer, policy_path, args, dataset, callback=callback, **rollout)[0]
+
+
+def test_a_run_scores_what_its_budget_pays_for_and_trains_as_without(policy_path, make_args, caplog, small_limits):
+    args = make_args(snr=False, per_device_train_batch_size=64, max_steps=2)
+    ends = {share: measured(policy_path, args, share) for share in (None, 10.0, 0.05, 1e-9)}
+    for trainer in ends.values():
+        assert_same_parameters(parameters_of(trainer), parameters_of(ends[None]))
+    whole, ample, part, least = ([row["mi/tokens"] for row in rows_of(trainer)] for trainer in ends.values())
+    assert whole == ample and all(few <= some < many for few, some, many in zip(least, part, whole, strict=True))
+    for row in rows_of(ends[1e-9]):  # chance and bound are those of four prompts
+        assert row["mi/first_turn/num_prompts"] == 4
+        assert row["mi/first_turn/retrieval_chance"] == pytest.approx(1 / 4)
+        assert row["mi/first_turn/mi_upper_bound"] == pytest.approx(math.log(4))
+        assert row["mi/first_turn/num_completions"] == 16
+    told = [text for text in warnings_of(caplog) if "budget=None scores all" in text]
+    assert len(told) == 2  # once a run
+    assert "the first 4 tokens of each trace under 4 prompts" in told[1]
+
+
+def test_a_cut_trace_is_scored_as_if_it_ended_there(policy_path, make_args, small_limits):
+    args = make_args(snr=False, per_device_train_batch_size=64, max_steps=1)
+    cut, short = (
+        rows_of(measured(policy_path, args, share, cut=tokens, max_prompts=4))[0]
+        for share, tokens in ((1e-9, None), (None, 4))
+    )
+    for key in ("mi_seq", "conditional_entropy_token", "retrieval_accuracy"):
+        assert cut[f"mi/first_turn/{key}"] == pytest.approx(short[f"mi/first_turn/{key}"], abs=1e-5)
+
+
+def test_a_budget_without_tokens_is_refused(policy_path, make_args):
+    with pytest.raises(ValueError, match="budget must be above 0, or None"):
+        measured(policy_path, make_args(snr=False), 0.0)

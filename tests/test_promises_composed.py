@@ -9,9 +9,8 @@ import torch
 import trl
 from algorithms import GRPO, RLOO, STILL, for_each, replay_of
 from conftest import ENDS, PROMPTS, parameters_of
-from dynamic_samplings import WORDS, Seen
+from dynamic_samplings import FIRST, PILOTS, WORDS, Seen, replay_of_pilots, sampled_in_full
 from packaging.version import Version
-from pilot_replay import FIRST, PILOTS, replay_of_pilots, sampled_in_full
 from replay import GROUP_SIZE
 from test_promises_resume import log_rows
 from transformers import AutoModelForCausalLM
@@ -327,8 +326,7 @@ def test_weights_that_a_checkpoint_lacks_are_an_error_and_tied_ones_are_not(poli
 
 
 @pytest.mark.parametrize(
-    "hook",
-    ["_generate", "_calculate_rewards", "_generate_and_score_completions", "_prepare_inputs", "_get_grad_norm"],
+    "hook", ["_generate", "_calculate_rewards", "_generate_and_score_completions", "_prepare_inputs", "_get_grad_norm"]
 )
 def test_a_trainer_made_without_init_has_the_hooks_of_trl(hook, monkeypatch):
     """As TRL's own unit tests make theirs."""

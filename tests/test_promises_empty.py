@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from algorithms import GRPO, PPO, cases, for_each, replay_of, slow
-from conftest import PROMPTS, assert_same_parameters, parameters_of
+from conftest import PROMPTS, assert_same_parameters, log_rows, parameters_of
 from replay import Replay, move_away
 from transformers import TrainerCallback
 
@@ -30,10 +30,6 @@ def signal_in(policy_path, *steps):
     return replay
 
 
-def log_rows(trainer) -> list[dict]:
-    return [row for row in trainer.state.log_history if "loss" in row]
-
-
 class Snapshots(TrainerCallback):
     """Parameters and optimizer state after each step."""
 
@@ -49,10 +45,7 @@ class Snapshots(TrainerCallback):
 @cases(
     grpo={"terms": {"beta": 0.1, "entropy_coef": 0.1}},
     rloo={"terms": {"beta": 0.1}},
-    ppo={
-        "terms": {"beta": 0.1, "entropy_coef": 0.1},
-        "separate": {"value_head": "separate"},
-    },
+    ppo={"terms": {"beta": 0.1, "entropy_coef": 0.1}, "separate": {"value_head": "separate"}},
 )
 def test_an_empty_selection_changes_nothing(algorithm, settings, accumulation, policy_path, tmp_path):
     """Signal in the first step only, so that momentum, weight decay, KL, entropy and values would move the next."""
@@ -171,11 +164,7 @@ def test_adaptive_entropy_closes_its_books_when_the_last_generation_batch_is_emp
 
     replay = EverySecond(replay_of(policy_path).tokenizer, {prompt: [1.0, 0.0, 0.0, 1.0] for prompt in PROMPTS})
     args = GRPO.args(
-        tmp_path,
-        gradient_accumulation_steps=2,
-        steps_per_generation=1,
-        use_adaptive_entropy=True,
-        entropy_target=9.0,
+        tmp_path, gradient_accumulation_steps=2, steps_per_generation=1, use_adaptive_entropy=True, entropy_target=9.0
     )
     trainer = GRPO.make(policy_path, args, replay)
     trainer.train()

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from algorithms import GRPO, PPO, RLOO, for_each, replay_of, slow
 from conftest import PROMPTS
-from pilot_replay import FIRST, replay_of_pilots
+from dynamic_samplings import FIRST, replay_of_pilots
 
 TWICE = {"num_iterations": 2, "max_steps": 6}
 

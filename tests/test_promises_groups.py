@@ -3,14 +3,10 @@
 import pytest
 import torch
 from algorithms import cases, for_each, replay_of
-from conftest import PROMPTS
+from conftest import PROMPTS, log_rows
 from replay import KEPT, REWARDS, Replay, move_away
 
 ONE_STEP = {"per_device_train_batch_size": 32, "max_steps": 1}
-
-
-def log_rows(trainer) -> list[dict]:
-    return [row for row in trainer.state.log_history if "loss" in row]
 
 
 def kept_by(algorithm, args, replay, policy_path, reward_funcs=None):

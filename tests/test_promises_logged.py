@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from algorithms import GRPO, RLOO, for_each, replay_of, slow
-from conftest import PROMPTS
+from conftest import PROMPTS, log_rows
 from replay import REWARDS
 
 METRICS = {
@@ -26,10 +26,6 @@ METRICS = {
     "empty_steps",
     "update_compute_fraction",
 }
-
-
-def log_rows(trainer) -> list[dict]:
-    return [row for row in trainer.state.log_history if "loss" in row]
 
 
 @pytest.mark.parametrize("steps_per_generation", [slow(2), 4])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from algorithms import GRPO, LOSSES, PPO, cases, for_each, replay_of, slow
+from algorithms import GRPO, LOSSES, PPO, cases, for_each, length_reward, replay_of, slow
 from conftest import ENDS, assert_same_parameters, parameters_of
 from replay import move_away
 from transformers import TrainerCallback
@@ -21,10 +21,6 @@ TOGETHER = {
     **{"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2},
 }
 TERMS = {"gradient_accumulation_steps": 2, "beta": 0.01, "entropy_coef": 0.01}
-
-
-def length_reward(completions, **kwargs):
-    return [len(completion) / 10 for completion in completions]
 
 
 def assert_neutral(algorithm, settings, policy_path, prompts, tmp_path, **kwargs):

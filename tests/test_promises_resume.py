@@ -4,15 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from algorithms import GRPO, cases, for_each
+from algorithms import GRPO, cases, for_each, length_reward
 from conftest import assert_same_parameters, parameters_of
 from peft import LoraConfig
 
 from research.ablations import as_many_at_random, best_and_worst, smallest_half
-
-
-def length_reward(completions, **kwargs):
-    return [len(completion) / 10 for completion in completions]
 
 
 @for_each

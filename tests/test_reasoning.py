@@ -74,88 +74,62 @@ def test_tokenizers_split_and_merge_tags_as_their_names_say():
     assert {">Ċ", ".</"} <= set(merged.convert_ids_to_tokens(encode("<think>\nGo.</think>", "tags merged with text")))
 
 
-@every_tokenizer
-def test_reasoning_is_what_stands_between_the_tags(kind: str):
-    turn = read(UNFORCED, f"<think>I go right</think><answer>Right</answer>{END}", kind)
-    assert text_of(turn.lead_in, kind) == "<think>"
-    assert text_of(turn.reasoning, kind) == "I go right"
-    assert turn.valid
+GO = "I go right"
+# A prompt, what the model writes, and of that the lead-in, the reasoning, and whether it is valid.
+READ = {
+    "between the tags": (UNFORCED, f"<think>{GO}</think><answer>Right</answer>{END}", "<think>", GO, True),
+    "text before the opening tag": (UNFORCED, f"Sure <think>{GO}</think> Right{END}", "Sure <think>", GO, True),
+    "the opening tag ends the prompt": (FORCED, f"{GO}</think> Right{END}", "", GO, True),
+    "it does so without a line break": (FORCED.rstrip(), f"{GO}</think> Right{END}", "", GO, True),
+    "or with white space": (FORCED + "\n \t\n", f"{GO}</think> Right{END}", "", GO, True),
+    "a second opening tag after a forced one": (
+        *(FORCED, f"I <think> go right</think> Right <think>{END}", "", "I <think> go right", True),
+    ),
+    "an example in the prompt opens nothing": (
+        f"Answer as <think>I go down</think> Down\n{UNFORCED}",
+        *(f"Well <think>{GO}</think> Right{END}", "Well <think>", GO, True),
+    ),
+    "no opening tag": (UNFORCED, f"{GO}</think> Right{END}", "", GO, True),
+    "no tags": (UNFORCED, f"{GO}{END}", "", GO, False),
+    "only the first pair": (
+        *(UNFORCED, f"<think>{GO}</think> Right <think>I go down</think> Down{END}", "<think>", GO, True),
+    ),
+    "a closing tag before the opening one": (
+        *(UNFORCED, f"</think> Right <think>I go down</think> Down{END}", "</think> Right <think>", "I go down", True),
+    ),
+    "white space at either end": (
+        *(UNFORCED, f"<think>\n \tI go\n right\r\n \n</think>\nRight{END}", "<think>\n \t", "I go\n right", True),
+    ),
+    "letters of several bytes": (UNFORCED, f"<think>é 東 ok</think>{END}", "<think>", "é 東 ok", True),
+    "special tokens within": (UNFORCED, f"<think>I{END}go</think>{END}", "<think>", f"I{END}go", True),
+    **{
+        f"cut off, forced {forced}, ends {ending!r}": (
+            *(FORCED if forced else UNFORCED, f"{'' if forced else '<think>'}{GO}{ending}"),
+            *("" if forced else "<think>", GO, False),
+        )
+        for forced in (True, False)
+        for ending in ("", END, END + "<pad><pad>")
+    },
+    **{
+        f"empty, forced {forced}, inside {inside!r}": (
+            *(
+                FORCED if forced else UNFORCED,
+                f"{'' if forced else '<think>'}{inside}</think><answer>Right</answer>{END}",
+            ),
+            *(None, "", False),
+        )
+        for forced in (True, False)
+        for inside in ("", " ", "\n\n", " \n\t ")
+    },
+}
 
 
 @every_tokenizer
-def test_text_before_the_opening_tag_is_lead_in(kind: str):
-    turn = read(UNFORCED, f"Sure <think>I go right</think> Right{END}", kind)
-    assert text_of(turn.lead_in, kind) == "Sure <think>"
-    assert text_of(turn.reasoning, kind) == "I go right"
-
-
-@every_tokenizer
-@pytest.mark.parametrize("prompt", [FORCED, FORCED.rstrip(), FORCED + "\n \t\n"])
-def test_opening_tag_may_end_the_prompt(kind: str, prompt: str):
-    turn = read(prompt, f"I go right</think> Right{END}", kind)
-    assert turn.lead_in == ()
-    assert text_of(turn.reasoning, kind) == "I go right"
-    assert turn.valid
-
-
-@every_tokenizer
-def test_a_second_opening_tag_after_a_forced_one_is_reasoning(kind: str):
-    turn = read(FORCED, f"I <think> go right</think> Right <think>{END}", kind)
-    assert text_of(turn.reasoning, kind) == "I <think> go right"
-
-
-@every_tokenizer
-def test_an_example_in_the_prompt_does_not_open_the_reasoning(kind: str):
-    prompt = f"Answer as <think>I go down</think> Down\n{UNFORCED}"
-    turn = read(prompt, f"Well <think>I go right</think> Right{END}", kind)
-    assert text_of(turn.lead_in, kind) == "Well <think>"
-    assert text_of(turn.reasoning, kind) == "I go right"
-
-
-@every_tokenizer
-def test_opening_tag_may_be_missing(kind: str):
-    turn = read(UNFORCED, f"I go right</think> Right{END}", kind)
-    assert turn.lead_in == ()
-    assert text_of(turn.reasoning, kind) == "I go right"
-    assert turn.valid
-
-
-@every_tokenizer
-@pytest.mark.parametrize("ending", ["", END, END + "<pad><pad>"])
-@pytest.mark.parametrize("prompt", [UNFORCED, FORCED])
-def test_reasoning_that_is_cut_off_runs_to_the_end_and_is_not_valid(kind: str, ending: str, prompt: str):
-    turn = read(prompt, f"<think>I go right{ending}" if prompt == UNFORCED else f"I go right{ending}", kind)
-    assert text_of(turn.reasoning, kind) == "I go right"
-    assert not turn.valid
-
-
-@every_tokenizer
-def test_without_tags_all_is_reasoning_and_not_valid(kind: str):
-    turn = read(UNFORCED, f"I go right{END}", kind)
-    assert turn.lead_in == ()
-    assert text_of(turn.reasoning, kind) == "I go right"
-    assert not turn.valid
-
-
-@every_tokenizer
-def test_only_the_first_of_repeated_pairs_counts(kind: str):
-    turn = read(UNFORCED, f"<think>I go right</think> Right <think>I go down</think> Down{END}", kind)
-    assert text_of(turn.reasoning, kind) == "I go right"
-
-
-@every_tokenizer
-def test_a_closing_tag_before_the_opening_one_closes_nothing(kind: str):
-    turn = read(UNFORCED, f"</think> Right <think>I go down</think> Down{END}", kind)
-    assert text_of(turn.reasoning, kind) == "I go down"
-
-
-@every_tokenizer
-@pytest.mark.parametrize("inside", ["", " ", "\n\n", " \n\t "])
-@pytest.mark.parametrize("prompt", [UNFORCED, FORCED])
-def test_empty_reasoning_is_empty_and_not_valid(kind: str, inside: str, prompt: str):
-    opening = "<think>" if prompt == UNFORCED else ""
-    turn = read(prompt, f"{opening}{inside}</think><answer>Right</answer>{END}", kind)
-    assert (turn.reasoning, turn.valid) == ((), False)
+@pytest.mark.parametrize(("prompt", "completion", "lead_in", "reasoning", "valid"), READ.values(), ids=READ)
+def test_reasoning_is_what_stands_between_the_tags(kind: str, prompt, completion, lead_in, reasoning, valid):
+    turn = read(prompt, completion, kind)
+    assert (text_of(turn.reasoning, kind), turn.valid) == (reasoning, valid)
+    assert lead_in is None or text_of(turn.lead_in, kind) == lead_in
 
 
 @every_tokenizer
@@ -168,14 +142,6 @@ def test_a_turn_without_reasoning_is_not_an_error(kind: str, completion: str):
         assert find_turns(encode(UNFORCED, kind), [], tokenizer_of(kind)) == []
 
 
-@every_tokenizer
-def test_white_space_at_either_end_is_left_out(kind: str):
-    turn = read(UNFORCED, f"<think>\n \tI go\n right\r\n \n</think>\nRight{END}", kind)
-    assert text_of(turn.lead_in, kind) == "<think>\n \t"
-    assert text_of(turn.reasoning, kind) == "I go\n right"
-    assert turn.valid
-
-
 def test_a_token_that_holds_part_of_a_tag_belongs_to_the_tag():
     kind = "tags merged with text"
     turn = read(UNFORCED, f"<think>\nI go. Right.</think>{END}", kind)
@@ -184,20 +150,7 @@ def test_a_token_that_holds_part_of_a_tag_belongs_to_the_tag():
     assert turn.valid
     empty = read(UNFORCED, f"<think></think>{END}", kind)
     assert empty == Turn(turn.context, (), (), valid=False, rest=empty.rest)
-    assert [text_of(one.words, kind) for one in (turn, empty)] == [
-        "<think>\nI go. Right.</think>",
-        "<think></think>",
-    ]
-
-
-@every_tokenizer
-def test_letters_of_several_bytes_stay_whole(kind: str):
-    assert text_of(read(UNFORCED, f"<think>é 東 ok</think>{END}", kind).reasoning, kind) == "é 東 ok"
-
-
-@every_tokenizer
-def test_special_tokens_within_the_reasoning_stay(kind: str):
-    assert text_of(read(UNFORCED, f"<think>I{END}go</think>{END}", kind).reasoning, kind) == f"I{END}go"
+    assert [text_of(one.words, kind) for one in (turn, empty)] == ["<think>\nI go. Right.</think>", "<think></think>"]
 
 
 def test_a_closing_tag_that_is_special_still_closes():

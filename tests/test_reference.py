@@ -263,13 +263,6 @@ def test_a_resumed_run_ranks_among_the_groups_before_the_checkpoint(algorithm, p
     assert rows[7]["snr/kept_groups"] == 0
 
 
-def test_eight_groups_are_ranked_by_themselves(policy_path, tmp_path):
-    args = GRPO.args(tmp_path, per_device_train_batch_size=32, max_steps=2)
-    trainer = GRPO.make(policy_path, args, replay_of(policy_path))
-    trainer.train()
-    assert trainer._strategy.recent is None
-
-
 @pytest.mark.slow
 def test_rounds_of_dynamic_sampling_draw_scores_by_lot_anew(policy_path, tmp_path, monkeypatch):
     settings = {"snr_dynamic_sampling_rounds": 8, "snr_score": "random", "snr_strategy": "top_k", "snr_value": 0.5}
@@ -296,10 +289,11 @@ def test_rounds_of_dynamic_sampling_are_ranked_among_the_same_groups(algorithm, 
     assert all(row["snr/trained_groups"] == 1 for row in log_rows(trainer))
 
 
-def test_trls_default_layout_ranks_among_recent_groups():
+def test_trls_default_layout_ranks_among_recent_groups_and_eight_by_themselves():
     args = SNRFilteredGRPOConfig(**CPU)
     assert args.groups_per_generation == 1
     assert strategy_of(args).recent.size == 256
+    assert strategy_of(config(8)).recent is None
 
 
 def test_the_example_of_the_readme_keeps_drops_and_measures_in_a_layout_of_eight_prompts(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scored_models import (
@@ -13,7 +14,6 @@ from scored_models import (
     REUSES_CACHE,
     VOCABULARY,
     assert_exact,
-    new_model,
     random_ids,
     run_in_full,
     shared_model,
@@ -30,7 +30,8 @@ def batches(draw):
     prompts = random_ids(*draw(st.lists(st.integers(1, 24), min_size=1, max_size=4)), seed=seed)
     completions = random_ids(*draw(st.lists(st.integers(1, 14), min_size=1, max_size=4)), seed=seed + 1)
     prompts += draw(st.lists(st.sampled_from(prompts), max_size=1))
-    completions += draw(st.lists(st.sampled_from(completions), max_size=2))
+    # Of id 0, which padding has too, and some twice.
+    completions += draw(st.lists(st.sampled_from([*completions, [0], [3, 0, 0]]), max_size=2))
     options = {"temperature": draw(st.sampled_from([1.0, 0.6, 1.7]))}
     if draw(st.booleans()):
         options["lead_in"] = [draw(st.integers(0, len(completion) - 1)) for completion in completions]
@@ -88,19 +89,6 @@ def test_identical_completions_with_different_lead_in_are_told_apart():
     scores = cross_score(model, PROMPTS, [completion] * 3, lead_in=[0, 4, 16])
     assert_exact(scores, run_in_full(model, PROMPTS, [completion] * 3, lead_in=[0, 4, 16]))
     assert (scores.diff(dim=0) > 0).all()
-
-
-def test_token_id_zero_is_scored_although_padding_is_zero_too():
-    model = shared_model("llama")
-    completions = [[0], [3, 0, 0], [0, 0, 5, 0, 9]]
-    assert_exact(cross_score(model, PROMPTS, completions), run_in_full(model, PROMPTS, completions))
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_scoring_twice_gives_the_same_bits(name: str):
-    model = shared_model(name)
-    first = cross_score(model, PROMPTS, COMPLETIONS, max_tokens_per_forward=20)
-    assert torch.equal(first, cross_score(model, PROMPTS, COMPLETIONS, max_tokens_per_forward=20))
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_CACHE)
@@ -175,16 +163,17 @@ def test_rows_with_a_long_prompt_before_each_are_bounded_too():
     assert torch.allclose(scores, cross_score(model, prompts, completions, max_tokens_per_forward=500), atol=1e-4)
 
 
-def test_a_completion_beyond_the_bound_runs_alone():
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((9, 9, 30), [3, 30, 4 + 30, 18, 30]),  # the longest is tried first, and runs alone beyond the bound
+        ((9, 10), [3, 2 * 10, 4 + 9, 4 + 10, 2 * 10]),  # and with the shortest where both fit
+    ],
+)
+def test_completions_run_together_within_the_bound(lengths, expected):
     with count_tokens(shared_model("llama")) as counts:
-        cross_score(shared_model("llama"), random_ids(4), random_ids(9, 9, 30), max_tokens_per_forward=20)
-    assert counts == [3, 30, 4 + 30, 18, 30]  # the longest is tried first
-
-
-def test_the_longest_and_the_shortest_completion_are_tried_together_where_they_fit():
-    with count_tokens(shared_model("llama")) as counts:
-        cross_score(shared_model("llama"), random_ids(4), random_ids(9, 10), max_tokens_per_forward=20)
-    assert counts == [3, 2 * 10, 4 + 9, 4 + 10, 2 * 10]
+        cross_score(shared_model("llama"), random_ids(4), random_ids(*lengths), max_tokens_per_forward=20)
+    assert counts == expected
 
 
 @pytest.mark.parametrize(("kind", "tokens", "of_a_large_vocabulary"), [("cpu", 1024, 512), ("cuda", 8192, 2048)])
@@ -200,25 +189,6 @@ def test_scores_do_not_depend_on_how_many_logits_are_normalised_at_once(monkeypa
     for size in (1, 3 * VOCABULARY):
         monkeypatch.setattr(scoring, "LOGITS_SLICE_CPU", size)
         assert_exact(cross_score(model, PROMPTS, COMPLETIONS), expected)
-
-
-def test_tokens_are_counted_only_within_the_block():
-    model = new_model()
-    with count_tokens(model) as counts:
-        model(input_ids=torch.zeros(2, 3, dtype=torch.long))
-    model(input_ids=torch.zeros(2, 3, dtype=torch.long))
-    assert counts == [6]
-
-
-def test_lists_and_tuples_of_ids_are_the_same():
-    model = shared_model()
-    expected = cross_score(model, PROMPTS, COMPLETIONS)
-    assert torch.equal(cross_score(model, tuple(map(tuple, PROMPTS)), list(map(tuple, COMPLETIONS))), expected)
-
-
-def test_an_empty_lead_in_is_no_lead_in():
-    expected = cross_score(shared_model(), PROMPTS, COMPLETIONS)
-    assert torch.equal(cross_score(shared_model(), PROMPTS, COMPLETIONS, lead_in=[0] * 6), expected)
 
 
 VALID = {"prompts": [[1, 2], [3]], "completions": [[4, 5], [6], [7, 8, 9]]}
@@ -254,3 +224,81 @@ def test_a_pair_may_fill_the_context():
     prompts, completions = random_ids(124), random_ids(4)
     model = shared_model("gpt2, absolute positions")
     assert_exact(cross_score(model, prompts, completions), run_in_full(model, prompts, completions))
+
+
+# Scores of some pairs of prompt and completion: those of the whole matrix, for the work of these pairs alone.
+
+
+@st.composite
+def some_pairs(draw):
+    """Prompts and completions, some of them twice, and the prompts of each completion."""
+    seed = draw(st.integers(0, 999))
+    prompts = random_ids(*draw(st.lists(st.integers(1, 20), min_size=1, max_size=4)), seed=seed)
+    completions = random_ids(*draw(st.lists(st.integers(1, 12), min_size=1, max_size=5)), seed=seed + 1)
+    prompts += draw(st.lists(st.sampled_from(prompts), max_size=1))
+    completions += draw(st.lists(st.sampled_from(completions), max_size=1))
+    some = st.sets(st.integers(0, len(prompts) - 1), min_size=1)
+    return prompts, completions, [draw(some) for _ in completions], draw(st.sampled_from([None, 9]))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@settings(max_examples=10, derandomize=True)
+@given(batch=some_pairs())
+def test_scores_of_some_pairs_are_those_of_full_runs_and_the_others_are_nan(name: str, batch):
+    prompts, completions, under, max_tokens = batch
+    model = shared_model(name)
+    scores = cross_score(model, prompts, completions, under=under, max_tokens_per_forward=max_tokens)
+    wanted = torch.tensor([[place in places for place in range(len(prompts))] for places in under])
+    assert torch.equal(scores.isfinite(), wanted)
+    expected = run_in_full(model, prompts, completions)
+    assert_exact(scores.where(wanted, torch.zeros(())), expected.where(wanted, torch.zeros(())))
+
+
+def test_only_pairs_that_are_asked_for_are_run_and_the_cache_is_tried_once():
+    model, prompts, completions = shared_model("llama"), random_ids(50, 40, 30, 20), random_ids(*[10] * 6)
+    with count_tokens(model) as counts:
+        cross_score(model, prompts, completions, under=[[0], [1], [1], [2], [2], [2]])
+    check = 10 + 60  # the one completion of the longest prompt, on a cache and in full
+    assert sum(counts) == (49 + 10) + (39 + 2 * 10) + (29 + 3 * 10) + check  # and nothing of the last prompt
+
+
+def test_a_pair_that_is_not_asked_for_may_be_longer_than_the_context():
+    model, prompts, completions = shared_model("gpt2, absolute positions"), random_ids(124, 3), random_ids(4, 20)
+    scores = cross_score(model, prompts, completions, under=[[0, 1], [1]])
+    assert scores[0].isfinite().all() and scores[1].isnan().tolist() == [True, False]
+    with pytest.raises(ContextLengthError, match=r"124 \(prompt 0\) \+ 20 \(completion 1\) = 144"):
+        cross_score(model, prompts, completions, under=[[0, 1], [1, 0]])
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba, no cache"])
+def test_processes_run_as_many_forward_passes_although_their_prompts_have_different_completions(name, monkeypatch):
+    """A sharded model would wait for ever otherwise. The processes are played one after the other."""
+    model, prompts, completions = shared_model(name), random_ids(9, 8, 7, 6, 5), random_ids(*range(3, 12))
+    under = [[0], [0], [0], [0], [0, 1, 4], [2], [3], [3], [3, 4]]
+    parts, passes = [], []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: parts.append(tensor.clone()) if tensor.ndim else None)
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        with count_tokens(model) as counts:
+            cross_score(model, prompts, completions, under=under, max_tokens_per_forward=20, split_over_processes=True)
+        passes.append(len(counts))
+    assert passes[0] == passes[1]
+    whole = cross_score(model, prompts, completions, under=under)
+    wanted = whole.isfinite()
+    assert ((parts[0] != 0) & (parts[1] != 0)).sum() == 0
+    assert_exact((parts[0] + parts[1]).where(wanted, torch.zeros(())), whole.where(wanted, torch.zeros(())))
+
+
+@pytest.mark.parametrize(
+    ("under", "message"),
+    [
+        ([[0], [1]], "under must have one collection of prompts for each of 3 completions, got 2"),
+        ([[0], [1], [2]], "under must hold numbers of prompts from 0 to 1, got 2 at 2"),
+        ([[0], [-1], [1]], "got -1 at 1"),
+        ([[0], [], [1]], "under must name at least one prompt for each completion, got none at 1"),
+    ],
+)
+def test_prompts_that_do_not_exist_are_named(under, message):
+    with pytest.raises(ValueError, match=message):
+        cross_score(shared_model("gpt2, absolute positions"), [[1, 2], [3]], [[4, 5], [6], [7, 8, 9]], under=under)

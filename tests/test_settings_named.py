@@ -14,14 +14,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = (SNRFilteredGRPOConfig, SNRFilteredRLOOConfig, SNRFilteredPPOConfig)
 FIELDS = {name for config in CONFIGS for name in config.__dataclass_fields__}
 # Files of a checkpoint, columns of a batch and the like.
-NO_SETTINGS = {
-    "snr_state_",
-    "snr_manifest",
-    "snr_fields",
-    "snr_kept",
-    "snr_shared_tokens",
-    "snr_tag",
-}
+NO_SETTINGS = {"snr_state_", "snr_manifest", "snr_fields", "snr_kept", "snr_shared_tokens", "snr_tag"}
 STORED = {*STORED_NAMES.values(), *(name for of in STORED_VALUES.values() for own in of.values() for name in own)}
 # Pages and experiments that speak of stored runs, by the names that these have.
 FURTHER = {
@@ -41,25 +34,14 @@ NAMED = [path.relative_to(ROOT).as_posix() for path in FILES if "snr_" in path.r
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_settings_that_a_file_names_exist(name):
-    words = set(re.findall(r"\bsnr_[a-z]\w*", (ROOT / name).read_text()))
-    assert words - NO_SETTINGS - FURTHER.get(name, set()) <= FIELDS
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_scores_that_a_file_names_exist(name):
-    text = (ROOT / name).read_text()
-    said = re.findall(r"snr_score(?:[\"']?: ?[\"']?|=[\"']|(?<=--snr_score) )([a-z]\w*)", text)
-    assert set(said) - {"str"} <= set(SCORES)
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_strategies_that_a_file_names_exist(name):
+def test_settings_scores_and_strategies_that_a_file_names_exist(name):
     """As `snr_strategy="top_p"` in Python, `snr_strategy: top_p` in YAML and `--snr_strategy top_p` in a shell."""
     text = (ROOT / name).read_text()
+    words = set(re.findall(r"\bsnr_[a-z]\w*", text))
+    assert words - NO_SETTINGS - FURTHER.get(name, set()) <= FIELDS
     if name in FURTHER:  # its table has the store's values, too
         text = re.sub(r"^\| .*", "", text, flags=re.MULTILINE)
-    said = re.findall(r"snr_strategy(?:[\"']?: ?[\"']?|=[\"'])([a-z]\w*)", text) + re.findall(
-        r"--snr_strategy (\w+)", text
-    )
-    assert set(said) - {"str"} <= set(STRATEGIES)
+    for setting, allowed in (("snr_score", SCORES), ("snr_strategy", STRATEGIES)):
+        said = re.findall(rf"{setting}(?:[\"']?: ?[\"']?|=[\"'])([a-z]\w*)", text)
+        said += re.findall(rf"--{setting} (\w+)", text)
+        assert set(said) - {"str"} <= set(allowed)

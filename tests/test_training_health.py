@@ -7,7 +7,6 @@ from conftest import assert_same_parameters, parameters_of
 from trl import GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOTrainer, TrainingHealthCallback, cli
-from ragen2_trl.callbacks import TrainingProgressCallback
 from ragen2_trl.instrument import Health, health
 from ragen2_trl.instrument.findings import training_finding
 from ragen2_trl.record.run import read_run
@@ -127,11 +126,7 @@ def test_each_state_is_reached_by_training(policy_path, prompts, make_args, capl
 
 @pytest.mark.parametrize(
     ("stop_on", "last"),
-    [
-        pytest.param((), 13, marks=SLOW),
-        pytest.param(("drifting", "no_rise"), 13, marks=SLOW),
-        (("failing",), 11),
-    ],
+    [pytest.param((), 13, marks=SLOW), pytest.param(("drifting", "no_rise"), 13, marks=SLOW), (("failing",), 11)],
 )
 def test_failing_training_is_told_once_and_ends_only_where_asked_to(
     policy_path, prompts, make_args, caplog, stop_on, last
@@ -227,23 +222,3 @@ def test_what_may_end_training_is_checked(policy_path, prompts, make_args, stop_
             TrainingHealthCallback(trainer, stop_on=stop_on)
     else:
         assert TrainingHealthCallback(trainer, stop_on=stop_on).stop_on == {"failing"}
-
-
-def test_live_line_card_and_record_say_the_same(policy_path, prompts, make_args, tmp_path):
-    lines = []
-
-    class Sees(TrainingProgressCallback):
-        def line(self, logs):
-            lines.append(super().line(logs))
-            return lines[-1]
-
-    args = make_args(max_steps=13)
-    trainer = make_trainer(policy_path, prompts, args, SNRFilteredGRPOTrainer)
-    trainer.add_callback(Sees(trainer))
-    trainer.train()
-    assert ["FAILING: valid answers" in line for line in lines] == [False] * 10 + [True] * 3
-    trainer.create_model_card()
-    card = (tmp_path / "run" / "README.md").read_text()
-    found = read_run(tmp_path / "run").findings[0]
-    assert (found.name, found.since) == ("failing", 11)
-    assert card.count("failing since step 11") == 2  # at its head, and among the diagnostics

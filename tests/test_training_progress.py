@@ -11,9 +11,8 @@ from rich.console import Console
 from transformers import TrainerCallback, TrainerState
 from trl import GRPOTrainer
 
-from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, TrainingHealthCallback, cli
+from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, cli
 from ragen2_trl.callbacks import TrainingProgressCallback
-from ragen2_trl.cli.shipped import recipe_path
 
 MEASURED = {"mi/first_turn/retrieval_accuracy": 0.97, "mi/first_turn/mi_seq": 2.5}
 EIGHT = [
@@ -47,11 +46,6 @@ def test_the_line_keeps_the_latest_measurement():
         "reward 0.50  success 25%  retrieval 97%  I(X;Z) 2.50 nats"
     )
     assert line.line({"reward": 0.75}) == "reward 0.75  retrieval 97%  I(X;Z) 2.50 nats"
-
-
-def test_the_line_has_the_success_of_all_tasks():
-    row = {"reward": 0.5, "env/sokoban/success": 0.25, "env/all/success": 0.75}
-    assert progress().line(row) == "reward 0.50  success 75%"
 
 
 def test_the_line_keeps_the_latest_held_out_success_of_the_first_task():
@@ -140,36 +134,8 @@ def test_a_training_of_ones_own_ends_with_a_table_and_a_command_that_runs(
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("command", ["report", "health"])
-def test_trls_own_training_ends_with_a_line_and_a_command_that_runs(
-    command, policy_path, prompts, make_args, tmp_path, caplog, monkeypatch
-):
-    args = make_args(snr=False, per_device_train_batch_size=16, max_steps=1, save_strategy="steps", save_steps=1)
-    trainer = GRPOTrainer(policy_path, length_reward, args, prompts)
-    if command == "report":  # with the record, which the verdict needs
-        trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
-    trainer.add_callback(TrainingHealthCallback(trainer))
-    trainer.train()
-    (line,) = [record.message for record in caplog.records if "To look at it" in record.message]
-    assert "oo early to tell" in line and ("prompt" in line) == (command == "report")
-    monkeypatch.chdir(tmp_path)  # where report.html goes
-    cli.main(shlex.split(line.partition("ragen2-trl ")[2]))
-    assert (tmp_path / "report.html").exists() == (command == "report")
-
-
 @pytest.mark.parametrize("settings", [{"disable_tqdm": True}, {"disable_tqdm": False, "logging_strategy": "no"}])
 def test_no_table_where_bars_or_logs_are_off(settings, policy_path, prompts, make_args, capsys):
     args = make_args(max_steps=1, **settings)
     SNRFilteredGRPOTrainer(policy_path, length_reward, args, prompts).train()
     assert "completions kept" not in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_warm_start_shows_the_line_and_no_wall_of_numbers(tmp_path, capsys):
-    recipe = recipe_path("warm_start_tiny")
-    settings = {"config": recipe, "output_dir": tmp_path / "warm", "max_steps": 3, "num_demonstrations": 16}
-    settings |= {"per_device_train_batch_size": 4, "logging_steps": 1}
-    cli.main(["warm-start", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))])
-    shown = capsys.readouterr().out
-    assert "step 3/3  loss " in shown and "right tokens" in shown
-    assert "'grad_norm'" not in shown and "{'" not in shown

@@ -16,7 +16,7 @@ import trl
 from datasets import Dataset
 from packaging.requirements import Requirement
 from packaging.version import Version
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerState
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import utils
 
@@ -66,10 +66,7 @@ MUTILATED = {
         ),
     ),
     "a helper is gone": ("nanstd", lambda patch: patch.delattr(utils, "nanstd")),
-    "a setting is gone": (
-        "loss_type",
-        lambda patch: patch.delitem(trl.GRPOConfig.__dataclass_fields__, "loss_type"),
-    ),
+    "a setting is gone": ("loss_type", lambda patch: patch.delitem(trl.GRPOConfig.__dataclass_fields__, "loss_type")),
 }
 
 
@@ -109,31 +106,13 @@ def test_the_table_is_printed(capsys):
 
 # Attributes that TRL's trainers give themselves, and keys of the batch that they make of a generation. They are
 # looked for in the code of the whole class, as a release may set them elsewhere.
-ATTRIBUTES = [
-    "_step",
-    "_buffered_inputs",
-    "_metrics",
-    "_pending_extra_logs",
-    "_pending_metrics",
-    "_tokenizer",
-    "_logs",
-    "generation_config",
-    "max_completion_length",
-    "num_generations",
-    "num_generations_eval",
-    "num_iterations",
-    "reward_weights",
-    "reward_funcs",
-    "reward_func_names",
-    "pad_to_multiple_of",
-    "aux_loss_enabled",
-    "ref_model",
-    "use_vllm",
-]
+ATTRIBUTES = """_step _buffered_inputs _metrics _pending_extra_logs _pending_metrics _tokenizer _logs generation_config
+    max_completion_length num_generations num_generations_eval num_iterations reward_weights reward_funcs
+    reward_func_names pad_to_multiple_of aux_loss_enabled ref_model use_vllm"""
 KEYS = ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"]
 # Lists by row, from which pilots take the rows that they sample; and where environments come from.
-ATTRIBUTES_OF_GRPO = ["environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts"]
-ATTRIBUTES_OF_GRPO += ["_environment_pool", "environment_factories"]
+ATTRIBUTES_OF_GRPO = """environments _batch_environments _sync_tool_dicts _async_tool_dicts _environment_pool
+    environment_factories"""
 OF_GRPO = ["tool_mask", "num_items_in_batch", "old_per_token_logps", "sampling_per_token_logps"]
 OF_RLOO = ["old_logps"]
 
@@ -147,10 +126,70 @@ def source_of(trainer_class) -> str:
 @BOTH
 def test_what_we_read_from_a_trainer_and_its_batch_is_there(trainer_class):
     source, grpo = source_of(trainer_class), trainer_class is GRPOTrainer
-    attributes = [*ATTRIBUTES, *(ATTRIBUTES_OF_GRPO if grpo else [])]
+    attributes = f"{ATTRIBUTES} {ATTRIBUTES_OF_GRPO if grpo else ''}".split()
     assert [name for name in attributes if not re.search(rf"self\.{name}\b", source)] == []
     keys = [*KEYS, *(OF_GRPO if grpo else OF_RLOO)]
     assert [key for key in keys if f'"{key}"' not in source] == []
+
+
+# What we lean on in the text of a method, in its order where there are several parts: owner, method, and the parts.
+LEANED_ON = {
+    "the buffer is a list of micro-batches indexed by step": (
+        *("both", "_prepare_inputs", "self._step % generate_every == 0 or self._buffered_inputs is None"),
+        "shuffle_sequence_dict(generation_batch)",
+        "self._buffered_inputs[self._step % self.args.steps_per_generation]",
+    ),
+    "unscorable rows are NaN, without an advantage": (
+        *("both", "_generate_and_score_completions", "nan_to_num(advantages, nan=0.0)"),
+    ),
+    "rewards and completions come from methods that may be watched": (
+        *("both", "_generate_and_score_completions", "self._generate(prompts)", "self._calculate_rewards("),
+    ),
+    "metrics of a training step are averaged into its log row, and cleared": (
+        *("both", "log", 'mode = "train" if self.model.training else "eval"', "logs.update(metrics)"),
+        *("super().log(", "self._metrics[mode].clear()"),
+    ),
+    "the loss is called through the instance": ("both", "compute_loss", "self._compute_loss(model, inputs)"),
+    "vLLM's weights are synced in a generation": (
+        *("both", "_generate_single_turn", "self.vllm_generation.sync_weights()"),
+    ),
+    "a training step calls compute_loss through the instance": (Trainer, "training_step", "self.compute_loss("),
+    "on_pre_optimizer_step, where we set gradients to None, is between clipping and the optimizer": (
+        *(Trainer, "_run_epoch", "_clip_grad_norm(", "on_pre_optimizer_step", "optimizer.step()", "zero_grad()"),
+        "on_step_end",
+    ),
+    "a card is made where a checkpoint is saved": (GRPOTrainer, "_save_checkpoint", "self.create_model_card("),
+    "a card is made before an upload": (Trainer, "push_to_hub", "self.create_model_card("),
+    "what begins with an underscore is not uploaded": (
+        *(Trainer, "_push_from_checkpoint", "self.push_in_progress", '"_*"'),
+    ),
+    "RLOO normalises over all rows that are not alone in their group": (
+        *(RLOOTrainer, "_generate_and_score_completions"),
+        "scorable_counts = (~torch.isnan(grouped_rewards)).sum(dim=1, keepdim=True)",
+        "advantages = (advantages - torch.nanmean(advantages)) / (nanstd(advantages) + 1e-4)",
+    ),
+    "RLOO's loss is a mean over rows": (RLOOTrainer, "_compute_loss", "loss = per_sequence_loss.mean()"),
+    "GRPO's loss takes an advantage for each token, which PPO's are": (
+        *(GRPOTrainer, "_compute_loss", "self._get_per_token_logps_and_entropies("),
+        "if advantages.dim() == 1:\n            advantages = advantages.unsqueeze(1)",
+    ),
+    "GRPO's losses are normalised as we know": (
+        *(GRPOTrainer, "_compute_loss", "normalizer = self.current_gradient_accumulation_steps if mode"),
+        'elif self.loss_type in ["cispo", "dapo", "vespo"]:\n            # `num_items_in_batch` spans',
+        'inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes',
+        "normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LEANED_ON)
+def test_the_source_has_what_we_lean_on(what):
+    owner, method, *parts = LEANED_ON[what]
+    for one in (GRPOTrainer, RLOOTrainer) if owner == "both" else (owner,):
+        source = inspect.getsource(getattr(one, method))
+        assert [part for part in parts if part not in source] == [], one.__name__
+        if what.startswith(("metrics", "on_pre")):
+            assert [source.index(part) for part in parts] == sorted(map(source.index, parts)), one.__name__
 
 
 @BOTH
@@ -160,16 +199,9 @@ def test_arguments_of_the_entropy_pass(trainer_class):
     method = parameters(
         trainer_class._full_logits_logps if between else trainer_class._get_per_token_logps_and_entropies
     )
-    assert method[:7] == [
-        "self",
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
-        "compute_entropy",
-    ]
-    assert set(IMAGE_KEYS) == set(method) - set(method[:7]) - {"compute_aux_loss"}
+    first = ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"]
+    assert method[:7] == first
+    assert set(IMAGE_KEYS) == set(method) - set(first) - {"compute_aux_loss"}
 
 
 @pytest.mark.skipif(not Version("1.14") <= release < Version("1.15"), reason="other releases have one method")
@@ -183,15 +215,8 @@ def test_the_two_entropy_passes_of_114_take_the_same_arguments():
 
 def test_loss_types_are_the_ones_whose_normalisation_we_know():
     source = inspect.getsource(GRPOTrainer._compute_loss)
-    assert 'elif self.loss_type in ["cispo", "dapo", "vespo"]:\n            # `num_items_in_batch` spans' in source
-    for loss_type in ("grpo", "sapo", "bnpo", "dr_grpo", "luspo", *TOKEN_NORMALIZED_LOSSES):
-        assert f'"{loss_type}"' in source
-    for divisor in (
-        "normalizer = self.current_gradient_accumulation_steps if mode",
-        'inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes',
-        "normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation",
-    ):
-        assert divisor in source
+    losses = ("grpo", "sapo", "bnpo", "dr_grpo", "luspo", *TOKEN_NORMALIZED_LOSSES)
+    assert [loss_type for loss_type in losses if f'"{loss_type}"' not in source] == []
 
 
 def test_keys_of_the_generation_batch(policy_path, prompts, make_args):
@@ -226,45 +251,6 @@ def test_every_key_that_trl_can_put_into_a_batch_is_known(trainer_class):
     )
 
 
-@BOTH
-def test_the_buffer_is_a_list_of_micro_batches_indexed_by_step(trainer_class):
-    source = inspect.getsource(trainer_class._prepare_inputs)
-    assert "self._step % generate_every == 0 or self._buffered_inputs is None" in source
-    assert "self._buffered_inputs[self._step % self.args.steps_per_generation]" in source
-    assert "shuffle_sequence_dict(generation_batch)" in source
-
-
-@pytest.mark.parametrize(("trainer_class", "count"), [(GRPOTrainer, 3), (RLOOTrainer, 1)])
-def test_unscorable_rows_are_nan_and_normalisation_uses_1e4(trainer_class, count):
-    source = inspect.getsource(trainer_class._generate_and_score_completions)
-    assert source.count("+ 1e-4)") == count
-    assert "nan_to_num(advantages, nan=0.0)" in source
-
-
-def test_normalised_rloo_is_over_all_rows_that_are_not_alone_in_their_group():
-    source = inspect.getsource(RLOOTrainer._generate_and_score_completions)
-    assert "advantages = (advantages - torch.nanmean(advantages)) / (nanstd(advantages) + 1e-4)" in source
-    assert "scorable_counts = (~torch.isnan(grouped_rewards)).sum(dim=1, keepdim=True)" in source
-    loss = inspect.getsource(RLOOTrainer._compute_loss)
-    assert "loss = per_sequence_loss.mean()" in loss  # a mean over rows
-
-
-def test_grpos_loss_takes_an_advantage_for_each_token():
-    """PPO's are (rows, T)."""
-    source = inspect.getsource(GRPOTrainer._compute_loss)
-    assert "if advantages.dim() == 1:\n            advantages = advantages.unsqueeze(1)" in source
-    assert "self._get_per_token_logps_and_entropies(" in source
-
-
-@BOTH
-def test_methods_that_we_wrap_on_the_instance_are_called_through_it(trainer_class):
-    assert "self.compute_loss(" in inspect.getsource(Trainer.training_step)
-    assert "self._compute_loss(model, inputs)" in inspect.getsource(trainer_class.compute_loss)
-    assert "self._calculate_rewards(" in inspect.getsource(trainer_class._generate_and_score_completions)
-    generation = inspect.getsource(trainer_class._generate_single_turn)
-    assert "self.vllm_generation.sync_weights()" in generation
-
-
 @pytest.mark.parametrize("liger", [False, True])
 def test_ppo_knows_which_releases_take_another_way_with_liger(liger, monkeypatch, tmp_path):
     monkeypatch.setattr(trl, "__version__", "1.14.2")
@@ -286,17 +272,6 @@ def test_how_a_rollout_asks_for_one_turn():
         assert '"eos_token_id": self._tokenizer.eos_token_id' in inspect.getsource(GRPOTrainer.__init__)
 
 
-def test_the_training_loop_steps_over_parameters_without_gradients():
-    """`on_pre_optimizer_step`, where we set gradients to None, comes after clipping and before the optimizer."""
-    source = inspect.getsource(Trainer._run_epoch)
-    order = [
-        source.index(part)
-        for part in ("_clip_grad_norm(", "on_pre_optimizer_step", "optimizer.step()", "zero_grad()", "on_step_end")
-    ]
-    assert order == sorted(order)
-    assert hasattr(TrainerCallback, "on_pre_optimizer_step")
-
-
 @pytest.mark.parametrize(("trainer_class", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
 def test_what_type_checkers_are_told_of_both_trainers_is_there(trainer_class, config):
     assert set(StockConfig.__annotations__) <= set(config.__dataclass_fields__)
@@ -307,18 +282,9 @@ def test_what_type_checkers_are_told_of_both_trainers_is_there(trainer_class, co
     assert there == list(StockTrainer.__annotations__)
 
 
-@BOTH
-def test_rollouts_can_be_watched(trainer_class):
-    """The seam of our callbacks: what calls what, and the metrics that `log` averages."""
-    generation = inspect.getsource(trainer_class._generate_and_score_completions)
-    assert "self._calculate_rewards(" in generation
-    assert "self._generate(prompts)" in generation
-    returned = inspect.getsource(trainer_class._generate).rsplit("return ", 1)[1]
-    assert returned.startswith("prompt_ids, completion_ids, " + ("tool_mask" if trainer_class is GRPOTrainer else ""))
-    # Metrics of a training step are averaged into its log row, and cleared.
-    log = inspect.getsource(trainer_class.log)
-    assert 'mode = "train" if self.model.training else "eval"' in log
-    assert log.index("logs.update(metrics)") < log.index("super().log(") < log.index("self._metrics[mode].clear()")
+@pytest.mark.parametrize(("trainer_class", "count"), [(GRPOTrainer, 3), (RLOOTrainer, 1)])
+def test_normalisation_uses_1e4(trainer_class, count):
+    assert inspect.getsource(trainer_class._generate_and_score_completions).count("+ 1e-4)") == count
 
 
 def test_a_callbacks_state_is_written_with_the_trainers(tmp_path):
@@ -328,20 +294,13 @@ def test_a_callbacks_state_is_written_with_the_trainers(tmp_path):
     assert TrainerState.load_from_json(str(tmp_path / "state.json")).stateful_callbacks == {"ours": {"a": 1}}
 
 
-def test_uploads_and_cards_pass_the_methods_that_the_run_record_extends():
-    assert "self.create_model_card(" in inspect.getsource(GRPOTrainer._save_checkpoint)
-    assert "self.create_model_card(" in inspect.getsource(Trainer.push_to_hub)
-    upload = inspect.getsource(Trainer._push_from_checkpoint)
-    assert "self.push_in_progress" in upload and '"_*"' in upload  # what begins with an underscore stays here
-
-
 @BOTH
 def test_pilots_can_be_sampled_first(trainer_class):
     """What is by row where some of the rows are sampled, and where reward functions put what they log."""
-    source = inspect.getsource(trainer_class)
+    source, of_grpo = inspect.getsource(trainer_class), trainer_class is GRPOTrainer
     assert "self._pending_extra_logs = defaultdict(list)" in source
-    returned = inspect.getsource(trainer_class._generate).rsplit("return ", 1)[1].split()
-    assert returned[2 if trainer_class is RLOOTrainer else 3].strip(",") == "completions"
+    returned = inspect.getsource(trainer_class._generate).rsplit("return ", 1)[1]
+    assert returned.startswith(f"prompt_ids, completion_ids, {'tool_mask, ' * of_grpo}completions")
     if trainer_class is GRPOTrainer:
         for name in BY_ROW:
             assert f"self.{name} = " in source
@@ -362,12 +321,7 @@ def test_a_name_of_trl_that_cannot_be_imported_is_told_with_the_releases_that_ha
     """In a module of ours that the class needs, before the class can look itself."""
     monkeypatch.setattr(trl, "__version__", "1.99.0")
     monkeypatch.delattr(import_module(module), name)
-    for one in (
-        of_ours,
-        "callbacks.mutual_information",
-        "trainers.filtered",
-        "trainers.grpo",
-    ):
+    for one in (of_ours, "callbacks.mutual_information", "trainers.filtered", "trainers.grpo"):
         monkeypatch.delitem(sys.modules, f"ragen2_trl.{one}", raising=False)
     class_name = "SNRFilteredGRPOTrainer" if "trainers" in of_ours else "MutualInformationCallback"
     with pytest.raises(IncompatibleTRLError, match=rf"1\.99\.0.*{name}.*TRL {OLDEST} to {NEWEST}"):

@@ -1,106 +1,94 @@
 """What TRL's GRPO supports keeps working when groups are dropped, when batches are refilled, and while measured."""
 
 import logging
+import math
 
+import pandas as pd
 import pytest
 import torch
-from conftest import PROMPTS, assert_same_parameters, parameters_of
+import transformers
+from conftest import PROMPTS, assert_same_parameters, log_rows, parameters_of
 from datasets import Dataset
-from fidelity import (
-    REFILL,
-    all_ways,
-    alternating,
-    both,
-    dataset_of,
-    replay_of,
-    rows_of,
-    run,
-    varied_rows_only,
-)
+from peft import LoraConfig
+from PIL import Image
 from replay import GROUP_SIZE, Recorder, Replay, assert_close, gradients_of, mean_gradient
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer, Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOTrainer
-from trl.chat_template_utils import qwen3_template
+
+from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer
 
 pytestmark = pytest.mark.slow
 
+VARIED = (0, 3, 5, 6)  # prompts whose groups have reward variance; the others are dropped
+REFILL = {"snr_dynamic_sampling_rounds": 2}
+SELECT = {"snr_prompt_selection": True, "max_steps": 5}  # the second epoch begins with step 3
+both = pytest.mark.parametrize("snr", [{}, REFILL], ids=["filter", "refill"])
+all_ways = pytest.mark.parametrize("snr", [{}, REFILL, SELECT], ids=["filter", "refill", "selection"])
+
+
+def text_of(prompt):
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return text if isinstance(text, str) else text[-1]["text"]
+
+
+def alternating(prompts, **kwargs):
+    """0, 1, 0, 1 in the groups of the varied prompts, 0 in the others."""
+    return [number % 2 * float(row_of(text_of(prompt)) in VARIED) for number, prompt in enumerate(prompts)]
+
+
+def row_of(text):
+    """Number of the prompt that a text holds."""
+    return max((n for n, prompt in enumerate(PROMPTS) if prompt in text), key=lambda n: len(PROMPTS[n]))
+
+
+def dataset_of(**columns):
+    return Dataset.from_dict({"prompt": PROMPTS, **columns})
+
+
+def run(policy, args, dataset=None, reward=alternating, prepare=None, resume=None, **kwargs):
+    """A trained trainer, measured at every step; `trainer.seen` are the batches that reached the loss."""
+    dataset = dataset_of() if dataset is None else dataset
+    trainer = SNRFilteredGRPOTrainer(policy, reward, args, dataset, **kwargs)
+    trainer.seen, trainer.weights, compute = [], [], trainer._compute_loss
+
+    def seeing(model, inputs):
+        if model.training:
+            trainer.seen.append(inputs)
+            trainer.weights.append(trainer._micro_step.weight)
+        return compute(model, inputs)
+
+    trainer._compute_loss = seeing
+    if prepare is not None:
+        prepare(trainer)
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
+    start = parameters_of(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    assert trainer.state.global_step == args.max_steps
+    rows = log_rows(trainer)
+    assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
+    assert min(row["snr/kept_fraction"] for row in rows) < 1
+    if args.learning_rate:
+        assert any(not torch.equal(start[name], value) for name, value in parameters_of(trainer).items())
+    if args.snr_dynamic_sampling_rounds:
+        assert any(row["snr/sampling_rounds"] for row in rows)
+    if args.snr_prompt_selection:
+        assert any(row["snr/skipped_prompts"] for row in rows)
+    return trainer
+
+
+def varied_rows_only(trainer):
+    """Whether the rows with a weight in the update are all of varied prompts."""
+    batches = [b["prompt_ids"] for b, weight in zip(trainer.seen, trainer.weights, strict=True) if weight > 0]
+    texts = [text for ids in batches for text in trainer._tokenizer.batch_decode(ids, skip_special_tokens=True)]
+    return set(texts) <= {PROMPTS[number] for number in VARIED}
+
+
+def replay_of(policy_path, kind=Replay):
+    rewards = {p: [0.0, 1.0, 0.0, 0.5] if n in VARIED else [0.0] * 4 for n, p in enumerate(PROMPTS)}
+    return kind(AutoTokenizer.from_pretrained(policy_path), rewards)
+
+
 # Tools, environments, rollout functions
-
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-CALL = '<tool_call>\n{"name": "look", "arguments": {"way": "up"}}\n</tool_call><|im_end|>'
-
-
-class Lake:
-    resets = looks = 0
-
-    def reset(self, **kwargs):
-        Lake.resets += 1
-        self.looked = False
-        return " (lake)"
-
-    def look(self, way: str) -> str:
-        """
-        Looks around.
-
-        Args:
-            way: Where to.
-        """
-        Lake.looks += 1
-        self.looked = True
-        return f"goal {way}"
-
-    def get_reward(self):
-        return 0.5 * self.looked
-
-
-def calling_a_tool(trainer):
-    """Every other completion calls the tool; what follows is different in each."""
-    tokenizer, generator = trainer._tokenizer, torch.Generator().manual_seed(3)
-    call = tokenizer(CALL)["input_ids"]
-
-    def generate(prompt_ids, images, fields, num_generations=None, has_tool_images=None):  # asked for after tools only
-        words = torch.randint(40, 140, (len(prompt_ids), 5), generator=generator).tolist()
-        first = has_tool_images is None
-        ends = [call if first and number % 2 else [*ids, tokenizer.eos_token_id] for number, ids in enumerate(words)]
-        return ends, None
-
-    trainer._generate_single_turn = generate
-
-
-@all_ways
-@pytest.mark.parametrize("kind", ["tools", "environment"])
-def test_tools_and_environments_run_and_what_they_write_stays_out_of_the_loss(kind, snr, policy_path, make_args):
-    tokenizer = AutoTokenizer.from_pretrained(policy_path)
-    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, qwen3_template
-    model = AutoModelForCausalLM.from_pretrained(policy_path, max_position_embeddings=512)
-    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in PROMPTS]})
-    args = make_args(**{"per_device_train_batch_size": 16, "max_completion_length": 200, "max_steps": 2, **snr})
-    tools = {"tools": [Lake().look]} if kind == "tools" else {"environment_factory": Lake}
-    Lake.resets = Lake.looks = 0
-    trainer = run(model, args, dataset, prepare=calling_a_tool, processing_class=tokenizer, **tools)
-    if kind == "environment":
-        prompts = 4 * args.max_steps
-        if args.snr_dynamic_sampling_rounds:
-            prompts = sum(row["snr/prompts_used"] for row in rows_of(trainer))
-        assert (Lake.resets, Lake.looks) == (4 * prompts, 2 * prompts)
-        assert all(row["rewards/Lake/mean"] == 0.25 for row in rows_of(trainer))
-    for row in rows_of(trainer):
-        assert row["tools/call_frequency"] == 0.5
-        assert row["tools/failure_frequency"] == 0
-        assert row["mi/trajectory/turn_2/num_completions"] > 0
-    calls = 0
-    for batch in trainer.seen:
-        masks = batch["completion_mask"] * batch["tool_mask"], batch["completion_mask"] * (1 - batch["tool_mask"])
-        for ids, *by in zip(batch["completion_ids"], *masks, strict=True):
-            by_model, by_tool = (tokenizer.decode(ids[mask.bool()]) for mask in by)
-            assert ("goal up" in by_tool) == ("tool_call" in by_model)
-            assert "goal up" not in by_model
-            calls += "goal up" in by_tool
-    assert calls
 
 
 class Turns(Replay):
@@ -130,7 +118,7 @@ def test_rollout_functions_keep_their_columns_and_masks(snr, policy_path, make_a
     for batch in trainer.seen:
         assert (batch["tool_mask"][:, 2:4] == 0).all()
         assert (batch["tool_mask"][:, :2] == 1).all()
-    assert all(row["mi/trajectory/turn_2/num_completions"] > 0 for row in rows_of(trainer))
+    assert all(row["mi/trajectory/turn_2/num_completions"] > 0 for row in log_rows(trainer))
 
 
 # Truncated completions
@@ -154,7 +142,7 @@ def test_truncated_completions_are_measured_although_they_are_not_trained_on(kin
         for completions in replay.completions.values():
             completions[:] = [[40 + token % 100 // 8 * 8 + 1 for token in ids] for ids in completions]
         trainer = run(policy_path, args, reward=Replay.reward, rollout_func=replay.rollout)
-        (row,) = rows_of(trainer)
+        (row,) = log_rows(trainer)
         assert row["completions/clipped_ratio"] == 1
         measured.append({key: value for key, value in row.items() if key.startswith("mi/") and key != "mi/seconds"})
     assert measured[0].keys() == measured[1].keys()
@@ -162,56 +150,6 @@ def test_truncated_completions_are_measured_although_they_are_not_trained_on(kin
 
 
 # Datasets
-
-
-def test_groups_of_an_iterable_dataset_are_filtered_and_measured(policy_path, make_args):
-    args = make_args(per_device_train_batch_size=16, shuffle_dataset=False)
-    trainer = run(policy_path, args, dataset_of().to_iterable_dataset())
-    assert varied_rows_only(trainer)
-    assert all("mi/first_turn/retrieval_accuracy" in row for row in rows_of(trainer))
-
-
-@both
-@pytest.mark.parametrize(
-    "layout", [{}, {"steps_per_generation": 2}, {"gradient_accumulation_steps": 2, "steps_per_generation": 1}], ids=str
-)
-def test_several_epochs_over_hardly_more_prompts_than_a_generation_batch_needs(layout, snr, policy_path, make_args):
-    dataset = Dataset.from_dict({"prompt": PROMPTS[:5]})
-    args = make_args(per_device_train_batch_size=8, max_steps=7, **layout, **snr)
-    trainer = run(policy_path, args, dataset)
-    assert trainer.state.epoch > 1
-    assert varied_rows_only(trainer)
-
-
-@both
-def test_a_single_prompt_trains_and_the_callback_says_why_it_is_silent(snr, policy_path, make_args, caplog):
-    calls = []
-
-    def every_other(completions, **kwargs):
-        calls.append(len(completions))
-        return [float(number % 2) * (len(calls) % 2) for number in range(len(completions))]
-
-    args = make_args(per_device_train_batch_size=4, max_steps=4, **snr)
-    with caplog.at_level(logging.WARNING):
-        if snr:
-            calls.append(0)  # the first generation keeps nothing and the refill does
-        trainer = run(policy_path, args, Dataset.from_dict({"prompt": PROMPTS[:1]}), every_other)
-    silent = [text for text in caplog.messages if "mutual information (first_turn) is not measured" in text]
-    assert len(silent) == 1
-    assert "prompt" in silent[0]
-    assert not [key for row in rows_of(trainer) for key in row if key.startswith("mi/first_turn")]
-
-
-def test_rewards_see_the_same_columns_in_every_round_of_a_refill(policy_path, make_args):
-    columns = []
-
-    def reward(prompts, **kwargs):
-        columns.append(sorted(kwargs))
-        return alternating(prompts)
-
-    args = make_args(per_device_train_batch_size=16, remove_unused_columns=True, **REFILL)
-    run(policy_path, args, dataset_of(answer=PROMPTS), reward)
-    assert all(names == columns[0] for names in columns)
 
 
 def test_completions_of_a_refilled_prompt_have_messages_of_their_own(policy_path, make_args):
@@ -232,26 +170,6 @@ def test_completions_of_a_refilled_prompt_have_messages_of_their_own(policy_path
 
 
 # Rewards
-
-
-@both
-def test_several_weighted_rewards_some_of_them_none(snr, policy_path, make_args):
-    """The second is asynchronous and knows some rows only, the third none at all; one row is known to nobody."""
-
-    def first(prompts, **kwargs):
-        return [None if number == 1 else 2.0 * reward for number, reward in enumerate(alternating(prompts))]
-
-    async def second(prompts, **kwargs):
-        return [None if number % 4 == 1 else 1.0 for number in range(len(prompts))]
-
-    def third(prompts, **kwargs):
-        return [None] * len(prompts)
-
-    args = make_args(per_device_train_batch_size=16, reward_weights=[0.5, 3.0, 1.0], **snr)
-    trainer = run(policy_path, args, reward=[first, second, third])
-    for row in rows_of(trainer):
-        assert row["rewards/second/mean"] == 1.0
-        assert row["rewards/third/mean"] is None
 
 
 # Layouts of steps
@@ -302,7 +220,211 @@ def test_a_resumed_run_continues_amid_two_iterations_over_a_refilled_batch(polic
     whole = run(policy_path, args)
     again = run(policy_path, args, resume=str(tmp_path / "run" / "checkpoint-3"))
     assert_same_parameters(parameters_of(whole), parameters_of(again))
-    assert len(rows_of(again)) == 6
-    for first, second in zip(rows_of(whole), rows_of(again), strict=True):
+    assert len(log_rows(again)) == 6
+    for first, second in zip(log_rows(whole), log_rows(again), strict=True):
         for key in first.keys() - {"step_time", "mi/seconds", "cost/seconds", "cost/cpu_seconds"}:
             assert first[key] == pytest.approx(second[key]), key
+
+
+# What rides along with the rows of TRL's batches, and the models, losses and logs that go with them.
+
+
+# What rides along with the rows
+
+
+def fingerprints_of(trainer, batch):
+    """A number for each row that hardly any other has."""
+    pad, numbers = trainer._tokenizer.pad_token_id, []
+    for row in torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1).tolist():
+        ids = [token for token in row if token != pad]
+        numbers.append(float(sum((place + 1) * token for place, token in enumerate(ids)) % 9973))
+    return numbers
+
+
+def riding_along(add):
+    """Adds to each sampled batch what `add(batch, fingerprints)` returns; the model is not shown any of it."""
+
+    def prepare(trainer):
+        sample, forward = trainer._sample_round, trainer._get_per_token_logps_and_entropies
+
+        def sampled(inputs, number):
+            batch = sample(inputs, number)
+            return {**batch, **add(batch, fingerprints_of(trainer, batch))}
+
+        def without_images(*args, **kwargs):
+            names = ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
+            return forward(*args, **{key: value for key, value in kwargs.items() if key not in names})
+
+        trainer._sample_round, trainer._get_per_token_logps_and_entropies = sampled, without_images
+
+    return prepare
+
+
+@both
+@pytest.mark.parametrize("layout", [{}, {"num_iterations": 2, "steps_per_generation": 2}], ids=str)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_sampling_log_probs_and_ratios_stay_with_their_rows(level, layout, snr, policy_path, make_args):
+    def add(batch, marks):
+        marks = torch.tensor(marks).unsqueeze(1)
+        mask = batch["completion_mask"]
+        ratio = 2 * marks * mask + (1 - mask) if level == "token" else 2 * marks
+        return {"sampling_per_token_logps": marks * mask, "importance_sampling_ratio": ratio}
+
+    args = make_args(per_device_train_batch_size=16, max_steps=4, **layout, **snr)
+    trainer = run(policy_path, args, prepare=riding_along(add))
+    for batch in trainer.seen:
+        for key, expected in add(batch, fingerprints_of(trainer, batch)).items():
+            assert torch.equal(batch[key], expected)
+
+
+@both
+@pytest.mark.parametrize("layout", [{}, {"num_iterations": 2, "steps_per_generation": 2}], ids=str)
+def test_images_stay_with_their_rows_and_the_callback_says_once_that_it_cannot_measure_them(
+    layout, snr, policy_path, make_args, caplog
+):
+    """0 to 2 images a row, of 1 to 3 patches that carry the row's fingerprint; the text model is not shown them."""
+
+    def images_of(mark):
+        return [1 + (int(mark) + image) % 3 for image in range(int(mark) % 3)]
+
+    def add(batch, marks):
+        sizes = [images_of(mark) for mark in marks]
+        return {
+            "pixel_values": torch.tensor([[m] for m, s in zip(marks, sizes, strict=True) for _ in range(sum(s))]),
+            "image_grid_thw": torch.tensor([[1, 1, size] for row in sizes for size in row]),
+            "num_images": [len(row) for row in sizes],
+            "mm_token_type_ids": torch.cat([batch["prompt_ids"], 0 * batch["completion_ids"]], dim=1),
+        }
+
+    args = make_args(per_device_train_batch_size=16, max_steps=4, **layout, **snr)
+    with caplog.at_level(logging.WARNING):
+        trainer = run(policy_path, args, prepare=riding_along(add))
+    for batch in trainer.seen:
+        expected = add(batch, fingerprints_of(trainer, batch))
+        assert batch["num_images"] == expected["num_images"]
+        assert all(torch.equal(batch[key], expected[key]) for key in ("pixel_values", "image_grid_thw"))
+        prompts = batch["mm_token_type_ids"] * (batch["mm_token_type_ids"] != trainer._tokenizer.pad_token_id)
+        masked = batch["prompt_ids"] * batch["prompt_mask"]
+        assert torch.equal(prompts, torch.cat([masked, 0 * batch["completion_ids"]], dim=1))
+    silent = [text for text in caplog.messages if "completions with images cannot be scored" in text]
+    assert len(silent) == 1
+
+
+LOOK_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for b in m.content %}"
+    "{{ '<image>' if b.type == 'image' else b.text }}{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+def vision_model(policy_path):
+    """A two-layer Llava of 4 patches an image, and its processor."""
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    shapes = transformers.CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    processor = transformers.LlavaProcessor(
+        shapes, tokenizer, 4, "default", LOOK_TEMPLATE, num_additional_image_tokens=1
+    )
+    text = Qwen3Config.from_pretrained(policy_path, vocab_size=len(tokenizer))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=16)
+    image_token = tokenizer.convert_tokens_to_ids("<image>")
+    config = {"vision_config": vision, "text_config": text, "image_token_index": image_token}
+    torch.manual_seed(7)
+    model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**config, vision_feature_layer=-1))
+    model.generation_config.eos_token_id = list(range(0, len(tokenizer), 8))
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model, processor
+
+
+@all_ways
+def test_a_vision_language_model_sees_the_images_of_its_kept_prompts(snr, policy_path, make_args):
+    model, processor = vision_model(policy_path)
+    images = [[Image.new("RGB", (8, 8), (30 * number, 0, 99))] * (1 + number % 2) for number in range(8)]
+    prompts = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    dataset = Dataset.from_dict({"prompt": prompts, "images": images})
+    trainer = run(model, make_args(per_device_train_batch_size=16, **snr), dataset, processing_class=processor)
+    for batch in trainer.seen:
+        texts = trainer._tokenizer.batch_decode(batch["prompt_ids"], skip_special_tokens=True)
+        rows = [row_of(text) for text in texts]
+        assert set(rows) <= set(VARIED)
+        expected = processor.image_processor([image for row in rows for image in images[row]], return_tensors="pt")
+        assert torch.equal(batch["pixel_values"], expected["pixel_values"])
+        assert batch["num_images"] == [len(images[row]) for row in rows]
+    assert not [key for row in log_rows(trainer) for key in row if key.startswith("mi/")]
+
+
+# Models
+
+
+def mixture_of_experts(policy_path):
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes, **heads)
+    torch.manual_seed(7)
+    model = Qwen3MoeForCausalLM(config)
+    model.generation_config.eos_token_id = list(range(0, len(tokenizer), 8))
+    return model, tokenizer
+
+
+@both
+def test_load_balancing_losses_of_mixtures_of_experts_train(snr, policy_path, make_args):
+    model, tokenizer = mixture_of_experts(policy_path)
+    args = make_args(per_device_train_batch_size=16, router_aux_loss_coef=0.1, **snr)
+    trainer = run(model, args, processing_class=tokenizer)
+    assert all(row["aux_loss"] > 0 for row in log_rows(trainer))
+
+
+@both
+@pytest.mark.parametrize("kind", ["reference", "synchronised reference", "adapter"])
+def test_reference_models_and_adapters(kind, snr, policy_path, make_args):
+    settings = {"sync_ref_model": True, "ref_model_sync_steps": 1} if kind == "synchronised reference" else {}
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM") if kind == "adapter" else None
+    args = make_args(per_device_train_batch_size=16, beta=0.1, num_iterations=2, max_steps=4, **settings, **snr)
+    trainer = run(policy_path, args, peft_config=adapter)
+    assert log_rows(trainer)[-1]["kl"] > 0
+    assert all("ref_per_token_logps" in batch for batch in trainer.seen)
+
+
+# Logging and evaluation
+
+
+def test_logged_completions_have_a_value_in_every_column(policy_path, make_args, tmp_path):
+    def reward(prompts, log_extra, log_metric, **kwargs):
+        log_extra("own", [f"own {text_of(prompt)}" for prompt in prompts])
+        log_metric("mine", 1.0)
+        return alternating(prompts)
+
+    args = make_args(per_device_train_batch_size=16, log_completions=True, num_completions_to_print=1, **REFILL)
+    trainer = run(policy_path, args, reward=reward)
+    assert all(row["mine"] == 1.0 for row in log_rows(trainer))
+    tables = sorted((tmp_path / "run" / "completions").glob("*.parquet"))
+    assert len(tables) == args.max_steps
+    for table in map(pd.read_parquet, tables):
+        assert len(table) == 16
+        assert {"step", "prompt", "completion", "reward", "own", "advantage"} <= set(table.columns)
+        assert not table.isna().any().any()
+        assert all(own == f"own {prompt}" for own, prompt in zip(table["own"], table["prompt"], strict=True))
+
+
+def test_evaluation_during_training_is_neither_filtered_nor_filled_up_nor_measured(policy_path, make_args):
+    counts = {"train": [], "eval": []}
+
+    def prepare(trainer):
+        generate = trainer._generate
+
+        def counted(prompts):
+            counts["train" if trainer.model.training else "eval"].append(len(prompts))
+            return generate(prompts)
+
+        trainer._generate = counted
+
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 8}
+    args = make_args(per_device_train_batch_size=16, **settings, **REFILL)
+    trainer = run(policy_path, args, prepare=prepare, eval_dataset=dataset_of())
+    evaluations = [row for row in trainer.state.log_history if "eval_reward" in row]
+    assert len(evaluations) == 3
+    assert counts["eval"] == [8, 8] * 3
+    assert sum(counts["train"]) == 4 * sum(row["snr/prompts_used"] for row in log_rows(trainer))
+    assert not [key for row in evaluations for key in row if "snr/" in key or "mi/" in key]
+    assert all(row["eval_reward"] == 0.25 for row in evaluations)

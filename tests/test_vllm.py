@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs these with its build for CPUs")
 
-from conftest import RUN, assert_same_parameters, parameters_of
+from conftest import RUN, assert_same_parameters, log_rows, parameters_of
 from datasets import Dataset
 from replay import Recorder, assert_close, mean_gradient
 from trl import GRPOConfig, GRPOTrainer
@@ -51,13 +51,9 @@ def make(tmp_path, plain=False, dataset=None, reward=ends_well, **settings):
     return trainer_class(str(TINY_MODEL_PATH), reward, args, dataset, **given)
 
 
-def rows_of(trainer) -> list[dict[str, float]]:
-    return [row for row in trainer.state.log_history if "loss" in row]
-
-
 def differences(trainer) -> list[float]:
     """Of each step, the most nats between what vLLM sampled a token with and what the trainer computes for it."""
-    return [row["sampling/sampling_logp_difference/max"] for row in rows_of(trainer)]
+    return [row["sampling/sampling_logp_difference/max"] for row in log_rows(trainer)]
 
 
 def batches_of(trainer, measure=lambda batch: None) -> list[tuple]:
@@ -148,7 +144,7 @@ def test_lossless_ends_with_the_parameters_of_trl_from_what_vllm_sampled(tmp_pat
     ours.vllm_generation.generate = replay
     ours.train()
     assert ours._shared_prompts.serves
-    assert max(row["snr/update_compute_fraction"] for row in rows_of(ours)) < 0.9
+    assert max(row["snr/update_compute_fraction"] for row in log_rows(ours)) < 0.9
     expected, begun = parameters_of(plain), parameters_of(make(tmp_path / "begun", plain=True))
     for name, value in parameters_of(ours).items():
         assert (value - expected[name]).abs().max() < 5e-6
@@ -201,18 +197,6 @@ def test_promise_3_what_is_dropped_is_not_computed(tmp_path):
     assert sum(rows) == kept and max(rows) == 4
 
 
-def test_further_rounds_of_dynamic_sampling_are_sampled_by_what_is_trained(tmp_path):
-    trainer = make(tmp_path, max_steps=2, snr_dynamic_sampling_rounds=3, snr_strategy="nonzero")
-    calls, seen = recorded(trainer), batches_of(trainer, lambda batch: logps_now(trainer, batch))
-    trainer.train()
-    assert len(calls) > 2
-    batch, logps = seen[0]  # of several rounds; later ones may carry groups of the step before
-    mask = batch["completion_mask"].bool()
-    assert len(mask) == trainer.num_generations * rows_of(trainer)[0]["snr/trained_groups"] > 0
-    assert (logps - batch["sampling_per_token_logps"])[mask].abs().max() < SAME
-    assert max(differences(trainer)) < SAME
-
-
 def test_pilots_and_the_rest_of_their_groups_are_sampled_by_what_is_trained(tmp_path):
     def halves(completions, dead, **kwargs):
         return [0.0 if of_dead else float(len(str(one)) % 2) for one, of_dead in zip(completions, dead, strict=True)]
@@ -223,7 +207,7 @@ def test_pilots_and_the_rest_of_their_groups_are_sampled_by_what_is_trained(tmp_
     calls, seen = recorded(trainer), batches_of(trainer, lambda batch: logps_now(trainer, batch))
     trainer.train()
     answered = [len(completions) for _, (_, completions, *_) in calls]
-    whole = [int(row["snr/sampled_completions"] - 4 * 2) // 6 for row in rows_of(trainer)]
+    whole = [int(row["snr/sampled_completions"] - 4 * 2) // 6 for row in log_rows(trainer)]
     assert answered == [count for of_step in whole for count in (4 * 2, 6 * of_step) if count]
     assert min(whole) < 4
     for batch, logps in seen:
@@ -273,7 +257,7 @@ def test_turns_of_an_episode_are_sampled_by_what_is_trained(tmp_path):
     trainer.train()
     assert len(calls) > 2  # several turns
     assert all(len(ids) <= 40 for _, answer in calls for ids in answer[1])
-    assert all(row["env/frozen_lake/turns"] > 1 for row in rows_of(trainer))
+    assert all(row["env/frozen_lake/turns"] > 1 for row in log_rows(trainer))
     assert max(differences(trainer)) < SAME
 
 
@@ -281,7 +265,7 @@ def test_the_callback_measures_what_vllm_sampled(tmp_path):
     trainer = make(tmp_path, max_steps=2, max_completion_length=80, reward=ENV.reward_funcs)
     trainer.add_callback(MutualInformationCallback(trainer, every=1))
     trainer.train()
-    for row in rows_of(trainer):
+    for row in log_rows(trainer):
         assert row["mi/first_turn/retrieval_accuracy"] > 2 * row["mi/first_turn/retrieval_chance"]
         assert row["mi/first_turn/mi_seq"] > 0
 

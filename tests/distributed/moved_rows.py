@@ -1,4 +1,4 @@
-"""What two processes hand one another and what they compute themselves; each saves what it saw for `test_moved_rows`.
+"""What two processes hand one another and what they compute themselves; each saves what it saw for `test_distributed`.
 
 python -m torch.distributed.run --standalone --nproc_per_node=2 moved_rows.py POLICY FOLDER
 """
@@ -138,11 +138,7 @@ def tiles() -> list:
 def main() -> None:
     policy_path, folder = sys.argv[1:]
     state = PartialState(cpu=True, backend="gloo")
-    results = {
-        "moves": moves(policy_path, folder),
-        "refills": refills(policy_path, folder),
-        "tiles": tiles(),
-    }
+    results = {"moves": moves(policy_path, folder), "refills": refills(policy_path, folder), "tiles": tiles()}
     torch.save(results, Path(folder) / f"seen_{state.process_index}.pt")
 
 

@@ -13,10 +13,7 @@ from ragen2_trl.record.saved_episodes import read_episodes
 
 BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora", "fsdp2_lora", "ddp_three"]
 # A newcomer's `make test` has each trainer on two processes, whole and sharded.
-FAST = {
-    "ddp": ("filtered dapo", "rloo", "ppo with a critic of its own", "lossless bnpo"),
-    "zero3": ("filtered dapo",),
-}
+FAST = {"ddp": ("filtered dapo", "rloo", "ppo with a critic of its own", "lossless bnpo"), "zero3": ("filtered dapo",)}
 # Each process samples in a round of the refill, so that more groups are logged than one process would need.
 SAMPLES_MORE = ("masked and refilled unevenly by three",)
 EMPTY = ("an empty step between", "rloo, an empty step between", "ppo, an empty step between")
@@ -185,7 +182,7 @@ def test_an_empty_step_moves_neither_weights_nor_optimizer(backend, case, severa
 )
 def test_processes_whose_episodes_differ_in_turns_generate_together(backend, policy_path, tmp_path):
     """Process 0 plays four turns and process 1 two: generation under ZeRO-3 hangs if they call it unequally often."""
-    launch("episodes.py", 2, backend, policy_path, str(tmp_path))
+    launch("small.py", 2, "episodes", backend, policy_path, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first["calls"] == [4, 4, 4, 4] * 2
     assert second["calls"] == [4, 4, 1, 1] * 2
@@ -209,7 +206,7 @@ def test_processes_whose_episodes_differ_in_turns_generate_together(backend, pol
 def test_processes_generate_pilots_and_the_rest_of_their_groups_together(backend, policy_path, tmp_path):
     """Under ZeRO-3 and FSDP, too, where a process that called generation less often would leave the others waiting."""
     settings = {"snr_pilot_generations": 2, "snr_strategy": "nonzero", "per_device_train_batch_size": 16}
-    launch("episodes.py", 2, backend, policy_path, str(tmp_path), json.dumps(settings))
+    launch("small.py", 2, "episodes", backend, policy_path, str(tmp_path), json.dumps(settings))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert len(first["calls"]) == len(second["calls"]) == 2 * 2 * 4  # steps, stages, and turns of the longer episodes
     for step, row in enumerate(row for row in first["rows"] if "loss" in row):
@@ -222,7 +219,7 @@ def test_processes_generate_pilots_and_the_rest_of_their_groups_together(backend
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", FAST)
 def test_ppo_goes_on_from_a_checkpoint_with_its_critic_and_optimizer(backend, policy_path, tmp_path):
-    launch("ppo_resume.py", 2, backend, policy_path, str(tmp_path))
+    launch("small.py", 2, "ppo_resume", backend, policy_path, str(tmp_path))
     ends = torch.load(tmp_path / "parameters.pt")
     assert any(name.startswith("critic.backbone.") for name in ends["whole"])
     for name, value in ends["whole"].items():

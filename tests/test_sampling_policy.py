@@ -1,13 +1,16 @@
 """What is expected of prompts, against plain loops and simulated rewards; and which of them are drawn."""
 
+import itertools
 import math
 from itertools import islice
 from statistics import fmean, variance
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from trl.trainer.utils import RepeatSampler
 
+from ragen2_trl.sampling import policy as pilots
 from ragen2_trl.sampling.policy import PromptOrder, PromptSelection, rank_correlation
 from ragen2_trl.sampling.posterior import RewardPosterior, evidence_of
 from ragen2_trl.sampling.sampler import permutations_of_trl
@@ -220,3 +223,105 @@ def test_rank_correlation_is_that_of_mean_ranks():
     expected = np.corrcoef(naive_ranks(first), naive_ranks(second))[0, 1]
     assert rank_correlation(first, second) == pytest.approx(expected)
     assert math.isnan(rank_correlation(first, np.ones(40)))
+
+
+# Which prompts are worth it
+
+
+def test_the_prompts_gone_on_with_are_those_that_yield_most_variance_for_a_completion():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        expected = rng.gamma(0.3, size=6)
+        first, size = 3, int(rng.integers(4, 20))
+        threshold = pilots.least_worth(expected, first, size)
+
+        def rate(chosen, expected=expected, first=first, size=size):
+            return expected[list(chosen)].sum() / (6 * first + len(chosen) * (size - first))
+
+        choices = [one for count in range(1, 7) for one in itertools.combinations(range(6), count)]
+        best = max(choices, key=rate)
+        assert rate(np.flatnonzero(expected >= threshold)) == pytest.approx(rate(best))
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_each_process_goes_on_with_as_many_of_its_own_prompts_first_the_audited_and_then_the_best(
+    processes, monkeypatch
+):
+    rng, prompts, room = np.random.default_rng(0), 4, 3  # of each process; whole groups that fit on it
+    for _ in range(60):
+        expected = rng.gamma(0.3, size=processes * prompts).round(1)
+        draws = rng.random(len(expected)) * 4 * pilots.AUDIT
+        own = pilots.Pilots(2, 8, processes * room, seed=0, processes=processes)
+        monkeypatch.setattr(own, "_expected", lambda rewards, *known, expected=expected: expected)
+        monkeypatch.setattr(np.random, "default_rng", lambda key, d=draws: SimpleNamespace(random=lambda size: d))
+        choice = own.choose(np.zeros((len(expected), 2)), key=(0,))
+        monkeypatch.undo()
+
+        worth = expected >= pilots.least_worth(expected, 2, 8)
+        audited = ~worth & (draws < pilots.AUDIT)
+        number = min(max(1, math.ceil((worth.sum() + audited.sum()) / processes)), room)
+        whole = []
+        for process in range(processes):
+            mine = range(process * prompts, (process + 1) * prompts)
+            best = sorted(mine, key=lambda prompt: (not audited[prompt], -expected[prompt]))[:number]
+            whole += sorted(best)
+        assert np.flatnonzero(choice.in_full).tolist() == whole
+        assert np.flatnonzero(choice.audited).tolist() == [one for one in whole if audited[one]]
+        assert np.flatnonzero(choice.committed).tolist() == [one for one in whole if not audited[one]]
+
+
+def posterior_of(rewards):
+    posterior = RewardPosterior(0, 1.0)
+    posterior.see(rewards)
+    posterior.learn_prior(rewards)
+    return posterior
+
+
+def log_beta(a, b):
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
+def test_expected_variance_of_two_values_is_the_sum_over_all_outcomes():
+    low, high, further = -1.0, 2.0, 5
+    drawn = np.random.default_rng(1).random((40, 3)) < 0.3
+    posterior = posterior_of(np.where(drawn, high, low))
+    rewards = np.array([[low, high, low], [low, low, np.nan], [high, high, high]])
+    known = np.array([[8.0, 8 * low + 2 * 3.0, 7.0, 1.0], [0, 0, 0, 0], [2.0, 2 * low, 1.0, 0.0]])
+    for pilot, before, found in zip(rewards, known, posterior.group_variance(rewards, further, known), strict=True):
+        have = pilot[~np.isnan(pilot)]
+        (a,), (b,) = posterior._beta(before[None])
+        a, b = a + (have == high).sum(), b + (have == low).sum()
+        expected = 0.0
+        for wins in range(further + 1):
+            chance = math.comb(further, wins) * math.exp(log_beta(a + wins, b + further - wins) - log_beta(a, b))
+            group = [*have, *[high] * wins, *[low] * (further - wins)]
+            expected += chance * np.var(group, ddof=1)
+        assert found == pytest.approx(expected)
+
+
+def test_expected_variance_of_more_values_is_that_of_groups_drawn_with_the_expected_one():
+    rng = np.random.default_rng(2)
+    posterior = posterior_of(rng.normal(size=(60, 3)))
+    pilot, further, draws = np.array([[0.2, 1.0, -0.3]]), 6, 200_000
+    (freedom,), (squares,) = posterior._inverse_chi_squared(np.array([[0.0, 0.0, 2.0, pilot.var() * 3]]))
+    variance = squares / (freedom - 2)
+    means = pilot.mean() + rng.normal(size=(draws, 1)) * (variance / 3) ** 0.5  # known from the pilot alone
+    others = means + rng.normal(size=(draws, further)) * variance**0.5
+    groups = np.concatenate([np.broadcast_to(pilot, (draws, 3)), others], axis=1)
+    assert posterior.group_variance(pilot, further)[0] == pytest.approx(groups.var(axis=1, ddof=1).mean(), rel=0.01)
+
+
+def test_the_prior_is_learned_from_pilots_alone():
+    """Groups that were gone on with had pilots that vary: with all of their rewards the prior would be of these."""
+    rng = np.random.default_rng(3)
+    chances = rng.beta(1.2, 1.2, 4000)
+    rewards = (rng.random((4000, 16)) < chances[:, None]).astype(float)
+    flat = rewards[:, :3].std(axis=1) == 0
+    rewards[flat, 3:] = np.nan
+    posterior = RewardPosterior(4000, 1e9)
+    posterior.observe(np.arange(4000), rewards, np.ones(4000, dtype=bool), first=3)
+    variance = posterior._prior()[1]
+    assert variance == pytest.approx(1.2**2 / (2.4 * 3.4), rel=0.1)
+    biased = RewardPosterior(4000, 1e9)
+    biased.observe(np.arange(4000), rewards, np.ones(4000, dtype=bool))
+    assert biased._prior()[1] < variance
