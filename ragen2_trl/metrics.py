@@ -87,7 +87,7 @@ def in_unit(value: float, unit: str) -> str:
 MI = (
     Metric("mi/{scope}/retrieval_accuracy", "fraction",
            "how often a reasoning trace is most likely under its own prompt; no sign of "
-           "[failing training](diagnosing.md#is-training-working): in real runs it fell while success rose",
+           "[failing training](does_not_learn.md#failing): in real runs it fell while success rose",
            "retrieval accuracy", shown=True),
     Metric("mi/{scope}/retrieval_chance", "fraction", "retrieval accuracy of guessing", "chance", shown=True),
     Metric("mi/{scope}/mi_seq", "nats",
@@ -135,7 +135,8 @@ MI = (
            "1 - s/2", "answers: prompt win rate"),
     Metric(ANSWER_THOUGHT, "bits",
            "loss of an answer after the reasoning of another prompt (0: none, 1: the answer is impossible); near 0 "
-           "the answer does not rest on the reasoning, a high value does not prove that it does ([why](answers.md))",
+           "the answer does not rest on the reasoning, a high value does not prove that it does "
+           "([why](diagnosing.md#answers))",
            "answers: thought swap"),
     Metric("mi/answer/thought_swap_standard_error", "bits", "its standard error over answers"),
     Metric("mi/answer/thought_swap_in_group_bits", "bits",
