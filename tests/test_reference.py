@@ -316,7 +316,9 @@ def test_the_example_of_the_readme_keeps_drops_and_measures_in_a_layout_of_eight
     )
     monkeypatch.chdir(tmp_path)
     names = {}
-    exec(scripts("../README.md")[0].replace('"Qwen/Qwen2.5-0.5B-Instruct"', repr(policy_path)), names)
+    script = scripts("../README.md")[1].replace('"Qwen/Qwen2.5-0.5B-Instruct"', repr(policy_path))
+    measured = "trainer.add_callback(MutualInformationCallback(trainer))"
+    exec(script.replace("trainer.train()", f"from ragen2_trl import *\n{measured}\ntrainer.train()"), names)
     trainer = names["trainer"]
     assert trainer.args.groups_per_generation >= 8
     (row,) = log_rows(trainer)  # of TRL's ten steps
