@@ -131,7 +131,8 @@ MI = (
            "answers: prompt win rate"),
     Metric(ANSWER_THOUGHT, "bits",
            "loss of an answer after the reasoning of another prompt (0: none, 1: the answer is impossible); a high "
-           "value does not prove that the answer [rests on the reasoning](diagnosing.md)", "answers: thought swap"),
+           "value does not prove that the answer [rests on the reasoning](diagnosing.md#answers)",
+           "answers: thought swap"),
     Metric("mi/answer/thought_swap_standard_error", "bits", "its standard error over answers"),
     Metric("mi/answer/thought_swap_in_group_bits", "bits",
            "the same loss with another sample's reasoning of the same prompt; no information if samples of a prompt "
