@@ -37,7 +37,7 @@ def small(monkeypatch, tmp_path):
 
 
 ALONE = [page for page in PAGES if scripts(page) and page != ON_THE_HUB]
-SANDBOXED = "environments/deepcoder.md"
+SANDBOXED = "tasks.md"
 EXTRAS = [page for page in ALONE if named_extras([PAGES[page]])]
 
 
