@@ -86,26 +86,25 @@ def in_unit(value: float, unit: str) -> str:
 # fmt: off
 MI = (
     Metric("mi/{scope}/retrieval_accuracy", "fraction",
-           "how often a reasoning trace is most likely under its own prompt; no sign of "
-           "[failing training](diagnosing.md#is-training-working): in real runs it fell while success rose",
-           "retrieval accuracy", shown=True),
+           "how often a reasoning trace is most likely under its own prompt; no sign of failing training: in real "
+           "runs it fell while success rose", "retrieval accuracy", shown=True),
     Metric("mi/{scope}/retrieval_chance", "fraction", "retrieval accuracy of guessing", "chance", shown=True),
     Metric("mi/{scope}/mi_seq", "nats",
-           "mutual information of trace and prompt; without any it is 0, or below 0 by chance", "I(X;Z)", shown=True),
+           "mutual information of trace and prompt; 0 without any, or below 0 by chance", "I(X;Z)", shown=True),
     Metric("mi/{scope}/mi_upper_bound", "nats", "the most it can be: log N for N prompts", "at most", shown=True),
     Metric("mi/{scope}/retrieval_accuracy@{k}", "fraction",
-           "how often its own prompt is among the k likeliest (2, 4, 8); a drift shows here first, if prompts come in "
+           "how often its own prompt is among the k likeliest (2, 4, 8); shows a drift first if prompts come in "
            "kinds"),
     Metric("mi/{scope}/retrieval_chance@{k}", "fraction", "the same for guessing"),
     Metric("mi/{scope}/mi_token", "nats per token",
-           "`mi_seq` per token, the paper's form; also falls when reasoning only gets longer"),
+           "`mi_seq` per token, the paper's form; also falls when reasoning gets longer"),
     Metric("mi/{scope}/mi_token_tempered", "",
-           "mutual information as the reference code logs it, to compare with published curves: it has no bound"),
+           "the reference code's form, to compare with published curves; has no bound"),
     Metric("mi/{scope}/conditional_entropy_token", "nats per token",
-           "how much reasoning varies for the same prompt, for whatever reason", "H(Z|X)"),
+           "how much reasoning varies for the same prompt", "H(Z|X)"),
     Metric("mi/{scope}/conditional_entropy_seq", "nats", "the same per trace"),
     Metric("mi/{scope}/marginal_entropy_token", "nats per token",
-           "how much reasoning varies over all prompts: conditional entropy plus mutual information", "H(Z)"),
+           "how much reasoning varies over all prompts", "H(Z)"),
     Metric("mi/{scope}/marginal_entropy_seq", "nats", "the same per trace"),
     Metric("mi/{scope}/mi_zscore_{form}", "",
            "`mi_<form>` over `marginal_std_<form>` (paper, Table 1); meaningless near a deviation of 0"),
@@ -113,83 +112,74 @@ MI = (
     Metric("mi/{scope}/marginal_std_{form}", "nats, or per token", "standard deviation of the marginal"),
     Metric("mi/{scope}/num_prompts", "count", "distinct prompts"),
     Metric("mi/{scope}/num_completions", "count", "reasoning traces"),
-    Metric("mi/regime/conclusive", "0 or 1", "1 if there is a [verdict](diagnosing.md#verdicts)"),
+    Metric("mi/regime/conclusive", "0 or 1", "1 if there is a [verdict](diagnosing.md)"),
     Metric("mi/regime/depends_on_prompt", "0 or 1", "1 if reasoning depends on its prompt"),
     Metric("mi/regime/low_entropy", "0 or 1", "1 if entropy is low"),
-    Metric("mi/regime/collapsed", "0 or 1",
-           "1 if reasoning has stopped depending on its prompt: act; each collapse is warned of once, unless entropy "
-           "is low"),
+    Metric("mi/regime/collapsed", "0 or 1", "1 if reasoning has stopped depending on its prompt: act"),
     Metric(VALID_THINKING, "fraction",
-           "turns whose reasoning ends with `</think>`: act when `health` calls it failing; a model without tags has "
-           "0, and all its text counts as reasoning", "closed reasoning", shown=True, health="valid_thinking"),
+           "turns whose reasoning ends with `</think>`: act when `health` calls it failing; 0 for a model without "
+           "tags, whose whole text counts as reasoning", "closed reasoning", shown=True, health="valid_thinking"),
     Metric("mi/completions_without_reasoning", "count", "completions with nothing to score: act above a few"),
-    Metric("mi/groups/identical_completions", "fraction",
-           "first groups of identical completions: act when it rises, the policy has become deterministic"),
+    Metric("mi/groups/identical_completions", "fraction", "first groups of identical completions: act when it rises"),
     Metric("mi/groups/equal_rewards", "fraction",
            "first groups of different completions with equal rewards; if high, the reward is too coarse, or prompts "
            "are too easy or too hard"),
     Metric("mi/groups/zero_variance", "fraction", "first groups without reward variance"),
     Metric(ANSWER_PROMPT, "fraction",
            "how often an answer is likelier after its own prompt and another sample's reasoning than after another "
-           "prompt and its reasoning, in first turns; chance is 0.5, and with `same_across` at s it is hardly above "
-           "1 - s/2", "answers: prompt win rate"),
+           "prompt and its reasoning; chance is 0.5, and with `same_across` at s it is hardly above 1 - s/2",
+           "answers: prompt win rate"),
     Metric(ANSWER_THOUGHT, "bits",
-           "loss of an answer after the reasoning of another prompt (0: none, 1: the answer is impossible); near 0 "
-           "the answer does not rest on the reasoning, a high value does not prove that it does ([why](answers.md))",
+           "loss of an answer after the reasoning of another prompt (0: none, 1: the answer is impossible); a high "
+           "value does not prove that the answer [rests on the reasoning](diagnosing.md#answers)",
            "answers: thought swap"),
     Metric("mi/answer/thought_swap_standard_error", "bits", "its standard error over answers"),
     Metric("mi/answer/thought_swap_in_group_bits", "bits",
-           "the same loss with another sample's reasoning of the same prompt, in first turns: at most I(A;Z given X), "
-           "and no information if samples of a prompt reason alike"),
-    Metric("mi/answer/prompt_swap_bits", "bits",
-           "the same loss with another prompt and its own reasoning; at 0 the prompt may still act through reasoning"),
+           "the same loss with another sample's reasoning of the same prompt; no information if samples of a prompt "
+           "reason alike"),
+    Metric("mi/answer/prompt_swap_bits", "bits", "the same loss with another prompt and its own reasoning"),
     Metric("mi/answer/same_in_group", "fraction", "answers shared with another sample of the prompt"),
     Metric("mi/answer/same_across", "fraction", "pairs of different prompts with the same answer: act near 1"),
     Metric("mi/answer/num_swaps", "count", "answers behind `thought_swap_bits`"),
     Metric("mi/answer/num_compared", "count", "answers behind `prompt_win_rate`"),
-    Metric("mi/answer/without_answer", "fraction",
-           "turns in which no answer was found: they were cut off, or need `answer=`"),
-    Metric(STEP_OF_MI, "step",
-           "first optimizer step that trains on the completions measured; a row has the number of its last step"),
+    Metric("mi/answer/without_answer", "fraction", "turns without an answer: they were cut off, or need `answer=`"),
+    Metric(STEP_OF_MI, "step", "first optimizer step that trains on the completions measured"),
     Metric("mi/pooled_steps", "steps",
-           "age of the oldest completions, where generations of fewer than `min_prompts` (8) groups are pooled"),
-    Metric("mi/seconds", "seconds", "time of a measurement; less with a larger `every` or fewer `num_completions`"),
+           "age of the oldest completions, if generations of fewer than `min_prompts` (8) groups are pooled"),
+    Metric("mi/seconds", "seconds", "time of a measurement"),
     Metric("mi/tokens", "tokens", "tokens scored"),
 )
 
 SNR = (
     Metric(GENERATION, "count",
-           "number of the newest generation behind the row's `snr/*`, from 1 in the run; rows that reuse a generation "
-           "repeat it, and the column `generation` of completions saved by TRL has it, too"),
-    Metric("snr/kept_groups", "count",
-           "groups with a kept completion; with dynamic sampling, the batch has `snr/trained_groups`"),
+           "number of the newest generation behind the row's `snr/*`, also in the column `generation` of saved "
+           "completions"),
+    Metric("snr/kept_groups", "count", "groups with a kept completion"),
     Metric(KEPT, "fraction",
-           "completions kept; unlike `snr_value`, the share of reward variance: few groups often hold 0.9 of it (3.2 "
-           "of 8 in the paper's Table 7)", "completions kept", shown=True, health="kept"),
+           "completions kept; not `snr_value`, the share of reward variance: few groups often hold 0.9 of it",
+           "completions kept", shown=True, health="kept"),
     Metric("snr/kept_tokens_fraction", "fraction", "completion tokens kept"),
     Metric(COMPUTE, "fraction",
            "positions of one pass over a generation, with padding, old and reference log-probs, over plain TRL's; "
-           "generation and PPO's old values are not included", "update compute", shown=True),
+           "without generation and PPO's old values", "update compute", shown=True),
     Metric(EMPTY_STEPS, "count", "optimizer steps of the run without a kept group", "steps without a kept group",
            shown=True),
     Metric(ZERO_VARIANCE, "fraction",
            "groups without reward variance; the next three tell too easy from too hard",
            "groups without reward variance", health="zero_variance"),
     Metric("snr/dropped_all_best", "fraction",
-           "dropped groups with only the best reward: that of a solved task if one of our tasks gives the whole "
-           "reward, else the best so far"),
+           "dropped groups with only the best reward: of a solved task if one of our tasks gives the whole reward, "
+           "else the best so far"),
     Metric("snr/dropped_all_worst", "fraction", "dropped groups with only the worst reward"),
     Metric("snr/dropped_all_same", "fraction", "dropped groups of equal rewards, not known to be best or worst"),
     Metric("snr/in_group_max", "reward", "best reward of a group, mean over groups"),
-    Metric("snr/in_group_mean", "reward",
-           "mean reward of a group; always reaching the best would gain the difference"),
+    Metric("snr/in_group_mean", "reward", "mean reward of a group"),
     Metric("snr/score_mean", "score", "mean of the ranking score, by default reward variance"),
     Metric("snr/score_max", "score", "its maximum"),
     Metric("snr/reward_std_spread", "ratio",
-           "standard deviation over mean of the ranked groups' reward standard deviations (paper, Table 8: gains at "
-           "1.16 and 1.29, a loss at 0.33); as a sign that the filter helps "
-           "[inconclusive here](../research/results/tab8.md)"),
-    Metric("snr/reward_variance_spread", "ratio", "the same of their variances, not comparable with Table 8"),
+           "standard deviation over mean of the ranked groups' reward standard deviations (paper, Table 8); as a "
+           "sign that the filter helps [inconclusive here](../research/results/tab8.md)"),
+    Metric("snr/reward_variance_spread", "ratio", "the same of their variances"),
     Metric("snr/sampling_rounds", "count", "rounds of sampling"),
     Metric("snr/prompts_used", "count", "prompts sampled"),
     Metric("snr/trained_groups", "count", "groups in the final batch"),
@@ -198,26 +188,20 @@ SNR = (
     Metric("snr/stale_groups", "count", "surplus groups discarded as too old"),
     Metric("snr/sampled_completions", "count", "completions sampled"),
     Metric("snr/sampled_fraction", "fraction", "the same as a share of whole groups for all prompts"),
-    Metric("snr/committed_fraction", "fraction",
-           "prompts sampled whole, without audited ones; not the share worth it, since all processes sample equally "
-           "many"),
-    Metric("snr/pilot_reward", "reward",
-           "mean reward of all pilots, to which each prompt adds as many; `reward` has more of prompts sampled whole"),
+    Metric("snr/committed_fraction", "fraction", "prompts sampled whole, without audited ones"),
+    Metric("snr/pilot_reward", "reward", "mean reward of all pilots; `reward` has more of prompts sampled whole"),
     Metric("snr/missed_variance", "fraction",
            "estimated share of reward variance in prompts not sampled whole, from the 2 % of them that are audited "
-           "since the run began ([how](mathematics.md#pilots)); not logged before the first"),
+           "([how](mathematics.md#pilots))"),
     Metric("snr/sampled_staleness", "count",
-           "asynchronous trainer: weight versions by which the trainer is ahead when a group arrives; TRL's `ratio` "
-           "and `kl` show how far the policy moved"),
+           "asynchronous trainer: weight versions by which the trainer is ahead when a group arrives"),
     Metric(PREDICTED, "reward squared",
            "with `snr_prompt_selection`: mean predicted reward variance of the first prompts"),
     Metric(REALISED, "reward squared", "mean reward variance of their groups: act when it differs for long"),
     Metric(CORRELATION, "correlation",
-           "Spearman's correlation of the two over the latest 256 groups: about 0 in the first epoch, limited by the "
-           "noise of small groups, not logged while either is constant"),
-    Metric(SKIPPED, "count", "candidates passed over for the first prompts, whose rewards might have varied"),
-    Metric("snr/oldest_unseen", "count",
-           "prompts sampled since the least recently sampled prompt, or since the start"),
+           "Spearman's correlation of the two over the latest 256 groups: about 0 in the first epoch"),
+    Metric(SKIPPED, "count", "candidates passed over for the first prompts"),
+    Metric("snr/oldest_unseen", "count", "prompts sampled since the least recently sampled prompt"),
 )
 
 PPO = (
@@ -225,7 +209,7 @@ PPO = (
            "mean of half the squared error of values, clipped, before `value_coef`"),
     Metric("ppo/explained_variance", "fraction",
            "share of the variance of returns that the critic predicts before the update; below 0 is worse than their "
-           "mean; mostly noise if that variance is small, not logged if there is none"),
+           "mean, mostly noise if that variance is small"),
     Metric("ppo/return_mean", "reward", "mean return from a token on"),
 )
 
@@ -240,15 +224,13 @@ ENV = (
     Metric("env/{task}/turns", "turns", "mean turns of an episode"),
     Metric("env/{task}/valid_rate", "fraction", "turns in the required format", health="valid"),
     Metric("env/{task}/failed", "fraction",
-           "episodes that a lost connection or a time-out ended: without a reward, and left out of the other means; "
-           "above a twentieth of a generation the run ends"),
+           "episodes that a lost connection or a time-out ended, left out of the other means; above a twentieth of a "
+           "generation the run ends"),
     Metric("env/{task}/num_actions", "count", "mean actions carried out in an episode"),
     Metric("env/{task}/action_is_valid", "fraction",
-           "share of an episode's turns with an action carried out, mean over episodes (`valid_rate`: over turns)",
-           health="valid"),
+           "share of an episode's turns with an action carried out (`valid_rate`: over turns)", health="valid"),
     Metric("env/{task}/action_is_effective", "fraction",
-           "share of an episode's turns whose last action changed the state or ended the episode, mean over episodes; "
-           "such an action need not be good, and in Bandit nothing can change"),
+           "share of an episode's turns whose last action changed the state or ended the episode"),
 )
 
 HEALTH = (
@@ -270,8 +252,7 @@ EVAL = (
     Metric("eval/env/{task}/valid_rate{bound}", "fraction", "turns in the required format, mean over episodes"),
     Metric("eval/env/{task}/turns{bound}", "turns", "mean turns of an episode"),
     Metric("eval/env/{task}/completion_length{bound}", "tokens", "mean tokens that the model wrote in an episode"),
-    Metric("eval/env/{task}/failed", "fraction",
-           "episodes left out since a lost connection or a time-out ended them; logged if there are any"),
+    Metric("eval/env/{task}/failed", "fraction", "episodes left out after a lost connection or a time-out"),
     Metric("eval/env/{task}/num_prompts", "count", "held-out tasks"),
     Metric("eval/env/{task}/num_samples", "count", "episodes of each"),
     Metric("eval/seconds", "seconds", "time of evaluating, all tasks together"),
@@ -279,24 +260,21 @@ EVAL = (
 
 COST = (
     Metric("cost/seconds", "seconds",
-           "wall clock of sampling, rewards and updates, without evaluations, checkpoints, logging and measurements; "
-           "depends on how busy the machine is"),
+           "wall clock of sampling, rewards and updates, without evaluations, checkpoints, logging and measurements"),
     Metric("cost/cpu_seconds", "seconds",
            "CPU time of the same, fairer on a busy machine, without GPUs and programs in the sandbox"),
     Metric("cost/sampled_tokens", "tokens",
            "tokens sampled in training, of dropped groups too, without those of prompts"),
     Metric("cost/sampled_completions", "count", "completions sampled in training, of dropped groups too"),
-    Metric("cost/plain_completions", "count",
-           "completions of plain TRL for as many generations; it may need more or fewer to come as far"),
+    Metric("cost/plain_completions", "count", "completions of plain TRL for as many generations"),
     Metric("cost/update_rows", "count", "rows that updates trained on, once for each generation"),
     Metric("cost/update_positions", "tokens",
-           "positions of all passes over a generation, as in `snr/update_compute_fraction`, without a separate "
-           "critic's and passes for PPO's old values"),
+           "positions of all passes over a generation, as in `snr/update_compute_fraction`"),
     Metric("cost/plain_update_positions", "tokens", "the same of plain TRL"),
     Metric("cost/update_tokens", "tokens", "positions forward and backward, with padding and a separate critic's"),
     Metric("cost/update_flops", "operations",
-           "6 x parameters x those positions: 2 forward, 2 back to activations, 2 for gradients of trained "
-           "parameters; without the quadratic part of attention, gradient checkpointing and sampling"),
+           "6 x parameters x those positions, without the quadratic part of attention, gradient checkpointing and "
+           "sampling"),
 )
 
 TRL = (
@@ -304,14 +282,13 @@ TRL = (
     Metric("reward_std", "reward",
            "standard deviation of all rewards of a generation; groups need not vary", health="reward_std"),
     Metric("frac_reward_zero_std", "fraction",
-           "groups without reward variance as TRL counts them: rounding (0.7 for all) and RLOO's KL penalty hide such "
-           f'groups, and with `scale_rewards="batch"` it is about the whole batch; `{ZERO_VARIANCE}` counts equal '
-           "rewards", health="zero_variance"),
+           "groups without reward variance as TRL counts them: rounding and RLOO's KL penalty hide such groups, and "
+           "with `scale_rewards=\"batch\"` it is about the whole batch", health="zero_variance"),
     Metric(ENTROPY, "nats per token",
            "mean entropy of the next token, which says nothing about the prompt", "policy entropy", health="entropy"),
     Metric("clip_ratio/region_mean", "fraction",
-           "tokens whose update was clipped: 0 with one optimizer step per generation, unless groups are carried over",
-           health="clip_ratio"),
+           "tokens whose update was clipped: 0 with one optimizer step per generation, unless groups are carried "
+           "over", health="clip_ratio"),
     Metric("clip_ratio/{side}_{extreme}", "fraction",
            "the same from below and from above: mean, lowest and highest of the processes"),
     Metric("completions/mean_length", "tokens", "tokens of a completion", health="length"),

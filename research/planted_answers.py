@@ -5,7 +5,7 @@
 Six tiny models on FrozenLake, each trained for 120 steps on pairs of reasoning and answer that plant one way
 of answering, with three seeds. Each is then measured on 64 held-out tasks with 4 samples of each.
 
-Writes the tables into `docs/answers.md`.
+Writes the tables into `results/answers.md`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from ragen2_trl.rollouts.sampling import sample_trajectories
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from research.real_runs import fill
 
-GUIDE = Path(__file__).parents[1] / "docs" / "answers.md"
+PAGE = Path(__file__).parent / "results" / "answers.md"
 SAMPLED = Sampling(num_answers=37)
 TEMPLATED = ("harmless template", "collapsed")  # whose matrix is cheap: the same reasoning is computed once
 
@@ -200,7 +200,7 @@ def main() -> None:
         f"Where reasoning is not a template, {SAMPLED.num_answers} answers took {fmean(costs):.0%} of the tokens of "
         f"the 64 by 64 matrix ({min(costs):.0%} to {max(costs):.0%}). The callback takes some 30 at these lengths."
     )
-    fill(GUIDE, {"planted": table(measured), "separation": separation(measured), "planted cost": cost})
+    fill(PAGE, {"planted": table(measured), "separation": separation(measured), "planted cost": cost})
 
 
 if __name__ == "__main__":

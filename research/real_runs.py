@@ -9,7 +9,7 @@ paper's code, Qwen2.5-0.5B to 3B and Qwen3-4B, with PPO, GRPO and Dr. GRPO, filt
 at most 200 steps, 512 held-out episodes every 10 steps, one seed each. The limits of `health` were chosen with all 25
 runs in sight, and so is each threshold of the single signals here.
 
-Writes `results/real_runs.md` and `results/real_runs.png`, and the table into `docs/diagnosing.md`.
+Writes `results/real_runs.md` and `results/real_runs.png`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from ragen2_trl.report.style import BLUE, GREEN, GREY, ORANGE, drawn_in_style
 from research.statistics import correlation_interval
 
 RESULTS = Path(__file__).parent / "results"
-GUIDE = Path(__file__).parents[1] / "docs" / "diagnosing.md"
+PAGE = RESULTS / "real_runs.md"
 EPISODES = 128
 MAX_LEAD = 60  # steps; a longer one is no warning of this failure
 LIMITS = [x / 100 for x in range(30, 75, 5)]  # that families of runs are left out over
@@ -441,8 +441,7 @@ def main() -> None:
     parser.add_argument("clone", type=Path, help="Folder of a clone of github.com/Cai-Zichun-Jason/RL-Result.")
     runs = read_runs(parser.parse_args().clone)
     parts = {"real runs": table(runs), "real correlations": correlations(runs), "each real run": run_table(runs)}
-    fill(RESULTS / "real_runs.md", parts)
-    fill(GUIDE, {"real runs": parts["real runs"]})
+    fill(PAGE, parts)
     draw(runs).savefig(RESULTS / "real_runs.png", dpi=110)
 
 

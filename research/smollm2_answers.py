@@ -4,7 +4,7 @@
     python -m research.smollm2_answers    # minutes on one core
 
 The model is not trained. Two worked examples in the prompt show it the form, and the opening tag is forced. Runs
-`ragen2-trl diagnose --answer`, and writes its numbers into `docs/answers.md`.
+`ragen2-trl diagnose --answer`, and writes its numbers into `results/answers.md`.
 """
 
 import json
@@ -15,7 +15,7 @@ from ragen2_trl.cli import diagnose
 from ragen2_trl.metrics import ANSWER, metric
 from research.real_runs import fill
 
-GUIDE = Path(__file__).parents[1] / "docs" / "answers.md"
+PAGE = Path(__file__).parent / "results" / "answers.md"
 FOLDER = Path("runs/smollm2_answers")
 PROMPTS, SAMPLES, NUMBERS, EXAMPLES = 16, 2, 3, 2
 
@@ -54,7 +54,7 @@ def main() -> None:
             lines.append(f"| `{one.name.removeprefix(f'{ANSWER}/')}` | {one.text(value)} |")
     # Its task has no reward, so that the success beside the verdict says nothing.
     said = " ".join(one["sentence"] for one in report["findings"] if one["kind"] in ("answers", "reasoning"))
-    fill(GUIDE, {"smollm2": "\n".join([*lines, "", f"> {said}"])})
+    fill(PAGE, {"smollm2": "\n".join([*lines, "", f"> {said}"])})
 
 
 if __name__ == "__main__":

@@ -6,20 +6,18 @@ Reads `results/runs.parquet` and `results/curves.parquet`. A run is *healthy* if
 and never fell to half of its best for good. Runs can be judged that have ten log rows or more, as limits hold from
 there, and two held-out evaluations. Their rows are means over eight optimizer steps, mostly.
 
-Writes the table into `docs/diagnosing.md`.
+Writes the table into `results/real_runs.md`.
 """
 
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pandas as pd
 
 from ragen2_trl.instrument.health import MIN_ROWS, health
-from research.real_runs import GUIDE, fill
+from research.real_runs import PAGE, RESULTS, fill
 
-RESULTS = Path(__file__).parent / "results"
 HELD_OUT = re.compile(r"eval/env/[^/]+/success")
 
 
@@ -61,4 +59,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    fill(GUIDE, {"tiny runs": table()})
+    fill(PAGE, {"tiny runs": table()})

@@ -2,8 +2,8 @@
 
     python scripts/make_metrics_page.py
 
-A table stands between `<!-- metrics: FAMILY -->` and `<!-- end -->`; the family `shown` is the metrics that are shown
-by default.
+A table stands between `<!-- metrics: FAMILY -->` and `<!-- end -->`; `shown` is the metrics that are shown by default,
+which the tables of their families leave out.
 """
 
 import re
@@ -26,11 +26,12 @@ def with_tables(page: str) -> str:
 
 
 def table(family: str) -> str:
-    """The metrics of a family as a Markdown table."""
+    """The metrics of a family as a Markdown table, or with `shown` those that are shown by default."""
     if family == "shown":
-        names = [one.name.replace("mi/{scope}", FIRST_TURN) for one in METRICS if one.shown]
-        return markdown([("shown by default",), *((f"`{name}`",) for name in names)])
-    return markdown([HEAD, *((key(one.name), one.unit, one.meaning) for one in FAMILIES[family])])
+        metrics = [(one.name.replace("mi/{scope}", FIRST_TURN), one) for one in METRICS if one.shown]
+    else:
+        metrics = [(one.name, one) for one in FAMILIES[family] if not one.shown]
+    return markdown([HEAD, *((key(name), one.unit, one.meaning) for name, one in metrics)])
 
 
 def key(name: str) -> str:

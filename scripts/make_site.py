@@ -4,11 +4,14 @@
 
 The pages are written to be read on GitHub, and are here in other places: links between them are set again, a link to a
 file that is no page goes to the repository, or loses its target where pyproject.toml names none. What is generated
-takes the place of comments in them: `<!-- commands -->`, `<!-- options: TASK -->` and `<!-- api: NAME ... -->`.
+takes the place of comments in them: `<!-- commands -->`, `<!-- options: TASK -->` (`common`: of every task),
+`<!-- api: NAME ... -->` and `<!-- table: PAGE -->`, the tables of another page. The notebook is a page with what it
+showed.
 """
 
 import argparse
 import inspect
+import json
 import re
 import shutil
 import sys
@@ -24,11 +27,13 @@ FILES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "docs/notebook.ipynb": "tutorial.md",
     "research/README.md": "experiments.md",
 }
-SHOWN = {".md", ".png", ".svg", ".ipynb", ".css"}
+SHOWN = {".md", ".png", ".svg", ".css"}
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 MATHS = re.compile(r"(?<![\\$`\w])\$(?=[^\s$])([^$`]+?)(?<=[^\s$])\$(?![\w$])")
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
 LINK = re.compile(r'(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)|<img src="([^"]+)"')
 
 
@@ -52,7 +57,7 @@ def as_page(text: str, path: Path, places: dict[Path, Path], address: str | None
     """The text of a page as it is on the site."""
 
     def placed(target: str) -> str | None:
-        if target.startswith(("https://", "http://", "#")):
+        if target.startswith(("https://", "http://", "#", "data:")):
             return target
         file, hash_, anchor = target.partition("#")
         linked = (path.parent / file).resolve()
@@ -70,6 +75,12 @@ def as_page(text: str, path: Path, places: dict[Path, Path], address: str | None
         there = placed(target)
         return words if there is None else f"{image}[{words}]({there})"
 
+    def tables(found: re.Match[str]) -> str:
+        """The tables of another page, whose links are set as if it were this one."""
+        other = (path.parent / found[1]).resolve()
+        rows = [line for line in other.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+        return as_page("\n".join(rows), other, places | {other: places[path]}, address)
+
     parts = FENCE.split(text)
     for n, part in enumerate(parts):
         if part.startswith("```math"):
@@ -79,7 +90,8 @@ def as_page(text: str, path: Path, places: dict[Path, Path], address: str | None
             part = re.sub(r"<!-- options: (\w+) -->", lambda found: options(found[1]), part)
             part = re.sub(r"<!-- api: (.+?) -->", lambda found: api(found[1].split()), part)
             part = MATHS.sub(lambda found: mathml(found[1], "inline"), part)
-            parts[n] = LINK.sub(link, part).replace("<details>", '<details markdown="1">')
+            part = LINK.sub(link, part).replace("<details>", '<details markdown="1">')
+            parts[n] = re.sub(r"<!-- table: (\S+) -->", tables, part)
     return "".join(parts)
 
 
@@ -117,15 +129,40 @@ def commands() -> str:
 
 
 def options(name: str) -> str:
-    """A task's options, and those of its preset."""
+    """A task's own options and those of its preset, or with `common` the options of every task."""
     from ragen2_trl.cli.envs import described_options
     from ragen2_trl.envs import ENVIRONMENTS
 
+    of = {task: described_options(ENVIRONMENTS[task]) for task in ENVIRONMENTS}
+    common = [one for one in next(iter(of.values())) if all(one in options for options in of.values())]
+    rows = common if name == "common" else [one for one in of[name] if one not in common]
+    if not rows:
+        return "It has no options of its own."
     lines = ["| option | default | what it is |", "|---|---|---|"]
-    lines += [
-        f"| `{one}` | `{default}` | {cell(what)} |" for one, default, what in described_options(ENVIRONMENTS[name])
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"| `{one}` | `{default}` | {cell(what)} |" for one, default, what in rows)])
+
+
+def notebook(text: str) -> str:
+    """A notebook as Markdown: its text, its code, and what the code showed, without what only a browser draws."""
+    parts = []
+    for one in json.loads(text)["cells"]:
+        source = "".join(one["source"])
+        if one["cell_type"] != "code":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        printed = ""
+        for output in (output for output in one["outputs"] if output.get("name") != "stderr"):
+            shown = {kind: "".join(data) for kind, data in output.get("data", {}).items()}
+            if "image/png" in shown:
+                parts.append(f'<img src="data:image/png;base64,{shown["image/png"].strip()}" alt="">')
+            elif "text/markdown" in shown:
+                parts.append(shown["text/markdown"])
+            elif not shown.get("text/plain", "").startswith("<"):  # an object's name
+                printed += "".join(output.get("text", shown.get("text/plain", "")))
+        if printed.strip():
+            parts.append(f"```text\n{COLOURS.sub('', printed).rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def cell(text: str) -> str:
@@ -143,8 +180,10 @@ def main() -> None:
     for path, there in places.items():
         target = folder / there
         target.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".md":
-            target.write_text(as_page(path.read_text(encoding="utf-8"), path, places, address), encoding="utf-8")
+        if there.suffix == ".md":
+            text = path.read_text(encoding="utf-8")
+            text = notebook(text) if path.suffix == ".ipynb" else text
+            target.write_text(as_page(text, path, places, address), encoding="utf-8")
         else:
             shutil.copyfile(path, target)
 

@@ -63,6 +63,8 @@ def check_command(words: list[str]) -> None:
     while re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # variables before a command
         words = words[1:]
     program, *args = words
+    if program == ".venv/bin/python" and args[:2] == ["-m", "research"]:
+        program = "python"
     if program == "ragen2-trl":
         args = args[: args.index(">")] if ">" in args else args
         if args[0] == "recipes":
@@ -133,7 +135,7 @@ def check_launched(script: str, args: list[str], module: bool) -> None:
 
 
 def check_script(script: str, args: list[str]) -> None:
-    if script == "train_grpo.py":  # the reader's own
+    if script in ("train.py", "train_grpo.py"):  # the reader's own
         assert not args
         return
     assert (ROOT / script).is_file(), script

@@ -84,4 +84,4 @@ def test_what_is_shown_by_default_is_what_the_page_says(policy_path, prompts, tm
     trainer = SNRFilteredGRPOTrainer(policy_path, length_reward, args, prompts, callbacks=[shown := Shown()])
     trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=3))
     trainer.train()
-    assert shown.keys == re.findall(r"`([^`]+)`", table("shown"))
+    assert shown.keys == re.findall(r"^\| `([^`]+)` \|", table("shown"), re.MULTILINE)

@@ -1,5 +1,6 @@
 """The pages of the site are all of those on GitHub, and what is generated into them is there."""
 
+import json
 import re
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -30,10 +31,37 @@ def test_every_page_of_the_documentation_is_in_the_navigation(site):
     assert {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} <= navigation
 
 
-def test_every_task_has_a_page_with_its_options(site):
+def test_every_task_has_a_section_with_its_options(site):
+    _, *sections = re.split(r"^## ", page(site, DOCS / "tasks.md"), flags=re.MULTILINE)
+    texts = {re.sub(r"\W", "", one.splitlines()[0]).lower(): one for one in sections}
     for name in ENVIRONMENTS:
-        text = page(site, DOCS / "environments" / f"{name}.md")
+        text = texts["optionsofeverytask"] + texts[name.replace("_", "")]
         assert all(f"| `{option}` |" in text for option in options_of(ENVIRONMENTS[name]))
+
+
+def test_the_tutorial_has_the_cells_of_the_notebook_and_what_they_showed(site):
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "[a page](metrics.md)"]},
+        {
+            "cell_type": "code",
+            "source": ["print(1)"],
+            "outputs": [
+                {"output_type": "stream", "name": "stderr", "text": "a warning"},
+                {"output_type": "stream", "name": "stdout", "text": ["\x1b[1;36m1\x1b[0m\n"]},
+                {"output_type": "display_data", "data": {"text/html": "<iframe>", "text/plain": "<HTML object>"}},
+                {"output_type": "display_data", "data": {"image/png": "AAAA\n", "text/plain": "<Figure>"}},
+            ],
+        },
+    ]
+    text = site.notebook(json.dumps({"cells": cells}))
+    assert "# Title\n[a page](metrics.md)" in text and "```python\nprint(1)\n```" in text
+    assert "```text\n1\n```" in text and 'src="data:image/png;base64,AAAA"' in text
+    assert "warning" not in text and "HTML" not in text and "Figure" not in text
+
+
+def test_a_page_takes_the_tables_of_another_with_its_links(site):
+    text = page(site, DOCS / "reproduce.md")
+    assert "| Table 6 |" in text and "](results/tab6.md)" in text and "<!-- table" not in text
 
 
 def test_the_command_line_page_has_every_command_with_its_arguments(site):

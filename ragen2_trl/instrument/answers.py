@@ -137,7 +137,7 @@ def _span_of(text: str, answer: str | None) -> tuple[int, int] | None:
 
 
 def swap_bits(own: Tensor, swapped: Tensor) -> Tensor:
-    """Mean over donors of 1 - softplus(l_j - l_own)/log 2, in bits (`docs/answers.md`).
+    """Mean over donors of 1 - softplus(l_j - l_own)/log 2, in bits (`research/results/answers.md`).
 
     Its expectation over answers of the own distribution p is the mean of KL(p || (p + q_j)/2), in [0, 1] whatever the
     number of donors; a single row may lie below 0.

@@ -25,10 +25,10 @@ Kind = Literal["training", "reasoning", "answers", "data"]
 Severity = Literal["good", "note", "warning", "failure"]
 
 PAGES: dict[Kind, str] = {
-    "training": "diagnosing.md#is-training-working",
+    "training": "does_not_learn.md",
     "reasoning": "diagnosing.md#verdicts",
-    "answers": "answers.md",
-    "data": "what_if.md#what-it-reads",
+    "answers": "diagnosing.md#answers",
+    "data": "does_not_learn.md#which-logs",
 }
 SEVERITIES: dict[str, Severity] = {  # by name; all others are notes
     "failing": "failure",

@@ -1,4 +1,4 @@
-"""The scripts behind two tables of the docs: models with planted answers, and health on the stored tiny runs."""
+"""The scripts behind two tables of results: models with planted answers, and health on the stored tiny runs."""
 
 import json
 import random
@@ -59,7 +59,7 @@ def test_a_run_has_failed_if_it_ends_at_half_of_its_best_or_less_and_short_ones_
 
 @pytest.mark.slow
 def test_the_page_has_the_table_of_the_stored_runs():
-    assert tiny_runs.table() in tiny_runs.GUIDE.read_text()
+    assert tiny_runs.table() in tiny_runs.PAGE.read_text()
 
 
 # The task of the experiment with a real model
