@@ -23,7 +23,7 @@ COMMANDS = {
     "evaluate": "success, pass@k and reward on held-out tasks, with confidence intervals",
     "warm-start": "supervised fine-tuning on demonstrations of an environment",
     "diagnose": "whether a model's reasoning depends on its prompt",
-    "health": "what training is doing (learning, flat, drifting, failing), from a log of TRL, verl or RAGEN",
+    "health": "what training is doing (learning, flat, drifting, failing) and what to do, from the log of a run",
     "what-if": "which remedy for groups without signal pays, from the log of a training",
     "envs": "the tasks: names, options and presets",
     "recipes": "settings that ship with the package, for `train --recipe` and `accelerate launch`",
@@ -76,8 +76,8 @@ def _health(add: Callable[..., Any]) -> None:
         nargs="+",
         type=Path,
         metavar="LOG",
-        help="Logs, each of a run: TRL's trainer_state.json or log_history.json, ms-swift's logging.jsonl, or what "
-        "verl and RAGEN print (step:N - key:value - …); or output_dirs of runs.",
+        help="Logs, each of a run: the console output of TRL, verl, RAGEN or OpenRLHF in a file; trainer_state.json, "
+        "log_history.json, ms-swift's logging.jsonl; a CSV of W&B, a TensorBoard or Trackio file; or an output_dir.",
     )
     add(
         "--key",
@@ -90,7 +90,8 @@ def _health(add: Callable[..., Any]) -> None:
         "clip_ratio.",
     )
     completions = "Completions of a row that does not log their number, for the limits of validity (default: 16)."
-    add("--completions", type=int, default=16, help=completions)
+    add("--completions", type=int, help=completions)
+    add("--json", type=Path, metavar="FILE", help="File for states and findings as JSON; /dev/stdout prints them.")
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -19,13 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragen2_trl.columns import GENERATION
-from ragen2_trl.instrument.health import is_number
+from ragen2_trl.instrument.health import COUNT, SAME, is_number
 from ragen2_trl.messages import counted
-from ragen2_trl.record.files import STATE_FILE, measured_step, read_json
+from ragen2_trl.metrics import GENERATION as LOGGED_GENERATION
+from ragen2_trl.record.files import HISTORY_FILE, STATE_FILE, measured_step, read_json
 from ragen2_trl.record.group_rewards import read_group_rewards
 from ragen2_trl.record.rows import (
     ALLOWED,
+    LINES,
     MAX_ROWS,
+    SHEETS,
     TABLES,
     Row,
     find_files,
@@ -34,7 +37,7 @@ from ragen2_trl.record.rows import (
     reward_columns,
 )
 from ragen2_trl.record.run import read_run
-from ragen2_trl.record.settings import reward_weights_of
+from ragen2_trl.record.settings import reward_weights_of, steps_per_generation
 from ragen2_trl.text import flatten
 
 Floats = NDArray[np.float64]
@@ -97,6 +100,20 @@ class CompletionLog:
         return int(self.rewards.shape[1])
 
     @property
+    def rows(self) -> list[dict[str, float]]:
+        """What a trainer logs of these rewards, a row for each step: the keys that `health` reads."""
+        rows = []
+        for place, step in enumerate(np.unique(self.steps).tolist(), start=1):
+            rewards = self.rewards[self.steps == step]
+            rewards = rewards[~np.isnan(rewards).all(axis=1)]
+            if len(rewards):
+                equal = np.nanmax(rewards, axis=1) - np.nanmin(rewards, axis=1) <= SAME
+                row = {LOGGED_GENERATION: place, COUNT: (~np.isnan(rewards)).sum(), "reward": np.nanmean(rewards)}
+                row |= {"reward_std": np.nanstd(rewards), "frac_reward_zero_std": equal.mean()}
+                rows.append({"step": step} | {key: float(value) for key, value in row.items()})
+        return rows
+
+    @property
     def generations(self) -> NDArray[np.int64]:
         """(N,) running number of each group's generation: as it was logged, else consecutive groups of a step."""
         starts = np.r_[True, self.steps[1:] != self.steps[:-1]]
@@ -105,6 +122,10 @@ class CompletionLog:
         place = np.arange(len(self)) - np.flatnonzero(starts)[np.cumsum(starts) - 1]
         new = starts | (place % self.groups_per_generation == 0)
         return np.cumsum(new) - 1
+
+
+class NoCompletionsError(ValueError):
+    """A folder holds no completions, or a file is not of them."""
 
 
 class _Completion(NamedTuple):
@@ -140,14 +161,17 @@ def read_completion_log(
         count: Counts the tokens of a prompt and a completion; by default characters stand for them.
 
     Raises:
-        ValueError: If there is nothing to read, a value is of another kind, or no group is whole; one line that names
-            file, row and what is needed.
+        NoCompletionsError: If there are none.
+        ValueError: If a value is of another kind, or no group is whole; one line that names file, row and what is
+            needed.
         OSError: If a file cannot be read.
     """
     for name, value, least in (("num_generations", num_generations, 2), ("groups", groups_per_generation, 1)):
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value!r}")
     notes: list[str] = []
+    if path.is_file() and (path.suffix not in TABLES + LINES + SHEETS or path.name in (STATE_FILE, HISTORY_FILE)):
+        raise NoCompletionsError(f"{str(path)!r} holds no completions; allowed: {ALLOWED}")
     history, state, settings, end = _history(path, notes)
     files = find_files(path)
     if not files:
@@ -408,10 +432,8 @@ def _generations_said(
     """
     last = max((row["step"] for row in history if _whole(row.get("step"))), default=0)
     read = int(log.generations[-1]) + 1
-    layout = ("gradient_accumulation_steps", "steps_per_generation", "num_iterations")
-    micro, sampling, updates = (_whole(settings.get(name)) for name in layout)
-    if micro and sampling and updates:
-        total = -(-last * micro // (sampling * updates))
+    if each := steps_per_generation(settings):
+        total = -(-last // each)
         lost = f"{read} of {total} generations are read: TRL saves the latest one at each logging step."
         return [lost] if read < total else []
     steps = len(np.unique(log.steps))
@@ -494,7 +516,7 @@ def _recorded(
     """The rewards that a run of ours has recorded, which tell neither prompts nor lengths."""
     recorded = [(record.step, group) for record in read_group_rewards(path) for group in record.rewards]
     if not recorded:
-        raise ValueError(
+        raise NoCompletionsError(
             f"{str(path)!r} holds no completions; allowed: {ALLOWED}. TRL writes them with log_completions=True"
         )
     rows = [
