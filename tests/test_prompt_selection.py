@@ -132,7 +132,7 @@ def test_rows_that_others_write_into_stay_as_they_are(policy_path, tmp_path):
 
 def test_datasets_without_rows_are_refused(policy_path, make_args):
     dataset = IterableDataset.from_generator(lambda: ({"prompt": prompt} for prompt in WORDS))
-    with pytest.raises(ValueError, match="snr_prompt_selection=True.* got IterableDataset"):
+    with pytest.raises(ValueError, match=r"snr_prompt_selection=True.* got IterableDataset"):
         GRPO.make(policy_path, make_args(snr_prompt_selection=True), lambda completions, **_: [0.0], dataset)
 
 

@@ -163,7 +163,7 @@ def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any
         else:
             raise ValueError(f"env_args must be `key=value` pairs or a JSON object, got {item!r}")
     if "name" in options:
-        raise ValueError(f"env_args must be options of the task, which env_name names, got name={options['name']!r}")
+        raise ValueError(f"env_args must leave the task to env_name, got name={options['name']!r} in env_args")
     return options
 
 
@@ -244,7 +244,7 @@ class EnvironmentArguments:
 
         given = {"env_args": self.env_args, "env_weights": self.env_weights, "data": self.data}
         if others := [name for name, value in given.items() if value] + ["multi_turn"] * self.multi_turn:
-            raise ValueError(f"{others[0]} is for tasks by name; with dataset={self.dataset!r} it must be left out")
+            raise ValueError(f"{others[0]} must be left out with dataset={self.dataset!r}: it is for tasks by name")
         if not self.reward:
             raise ValueError(f"reward must be 'module:function' for dataset={self.dataset!r}, got none")
         functions = [named_object(name, "reward") for name in self.reward]
@@ -353,14 +353,14 @@ class DiagnoseArguments(SamplingArguments):
         super().__post_init__()
         if not self.model and self.completions is not None:
             raise ValueError(
-                f"model must be named for completions={self.completions!r}, which it scores, got none; allowed: the "
-                "path or Hub id of the model that wrote them"
+                f"model=None cannot score completions={self.completions!r}; allowed: the path or Hub id of the model "
+                "that wrote them"
             )
         self.model = self.model or "tiny"
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0 (greedy reasoning never varies), got {self.temperature!r}")
         if self.control and self.completions is not None:
-            raise ValueError("control must be False with completions, whose tasks are not known, got True")
+            raise ValueError("control must be False with completions, because their tasks are not known, got True")
 
     def make_env(self) -> "AnyTask":
         """The task, or prompts without one, which are worth nothing."""

@@ -128,7 +128,7 @@ ADVICE: dict[str, tuple[str, ...]] = {  # by names of findings, and by the cause
         "If it is the highest reward, take harder tasks.",
     ),
     "alike": (
-        "Each prompt is solved always or never: take tasks between too hard and too easy.",
+        "Prompts are solved always or never: take tasks between too hard and too easy.",
         "Raise num_generations, or sample at temperature=1.0 without top_p, top_k and min_p.",
     ),
     "dead_groups": ("Ask `ragen2-trl what-if` which setting would pay off.",),

@@ -194,7 +194,7 @@ def read_completion_log(
     known = num_generations or _whole(settings.get("num_generations"))
     log = _grouped(str(path), reader.kept, reader.beginnings, names, weights, known, groups_per_generation, notes)
     if sampled := [name for name in SAMPLERS if settings.get(name)]:
-        notes.append(f"The run chose what it sampled ({', '.join(sampled)}): shares here speak for its choice.")
+        notes.append(f"The run chose what it sampled ({', '.join(sampled)}): shares here are of its choice.")
     if not set(functions) & set(names) and len(names) > 1 and not rewards:
         notes.append(f"Columns of numbers are taken as rewards: {', '.join(names)}; --rewards names others.")
     if len(names) > 1 and (reward_weights or of_run is None):  # only our runs save theirs
@@ -525,6 +525,6 @@ def _recorded(
         for reward in group
     ]
     log = _grouped(str(path), rows, (), ("reward",), (1.0,), size, groups, notes)
-    notes.append("No completions are saved: the rewards of all groups are read, which tell neither prompt nor length.")
+    notes.append("No completions are saved: rewards of all groups are read, without prompts and lengths.")
     log = replace(log, by_function={}, lengths=None, prompt_lengths=None, unit="", knows_prompts=False)
     return replace(log, history=list(history), notes=notes)

@@ -49,10 +49,10 @@ def find_files(path: Path) -> list[Path]:
     """
     if path.is_file():
         if path.suffix not in TABLES + LINES + SHEETS:
-            raise ValueError(f"{str(path)!r} is of another form; allowed: {ALLOWED}")
+            raise ValueError(f"{str(path)!r} has an unknown form; allowed: {ALLOWED}")
         return [path]
     if not path.is_dir():
-        raise ValueError(f"{str(path)!r} is no file or folder; allowed: {ALLOWED}")
+        raise ValueError(f"{str(path)!r} is not a file or folder; allowed: {ALLOWED}")
     is_recorded = (path / MEASUREMENTS / GROUP_REWARDS).is_file()  # other tables beside a record are somebody else's
     for folder in (path / "completions", *(() if is_recorded else (path,))):
         for suffix in (".parquet", ".jsonl", ".csv"):
