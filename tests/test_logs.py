@@ -241,7 +241,6 @@ def test_files_of_tensorboard_are_read(tmp_path):
 
 
 def test_assumptions_are_said(tmp_path):
-    assert "each row counts as one generation" in read_log(as_console_without_bars(tmp_path, "learning")).notes[0]
     assert "new" in read_log(as_trackio(tmp_path, "learning")).notes[0]
     assert read_log(as_console_with_bars(tmp_path, "learning")).notes == ()
 
