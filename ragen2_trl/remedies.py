@@ -25,14 +25,9 @@ from ragen2_trl.filtering import group_score, zero_variance
 from ragen2_trl.instrument.findings import ADVICE, Finding
 from ragen2_trl.instrument.health import Health, is_number
 from ragen2_trl.messages import counted
-from ragen2_trl.record.completions import (
-    ASSUMED_GROUPS,
-    CompletionLog,
-    Count,
-    NoCompletionsError,
-    read_completion_log,
-)
+from ragen2_trl.record.completions import ASSUMED_GROUPS, CompletionLog, Count, read_completion_log
 from ragen2_trl.record.logs import read_folder, read_log
+from ragen2_trl.record.rows import NoCompletionsError
 from ragen2_trl.sampling.policy import AUDIT, Pilots, Policy, PromptSelection
 from ragen2_trl.text import flatten
 from ragen2_trl.trainers.batches import tree_size

@@ -256,7 +256,7 @@ def test_rewards_of_a_run_of_ours_are_read_without_completions(tmp_path):
 
 def logged(path, shares):
     rows = [{"step": step, "reward": 0.5, "frac_reward_zero_std": share} for step, share in enumerate(shares, 1)]
-    path.write_text(json.dumps({"global_step": len(rows), "log_history": rows}))
+    path.write_text(json.dumps({"global_step": len(rows), "log_history": rows}, indent=2))
     return path
 
 

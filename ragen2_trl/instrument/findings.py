@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from ragen2_trl.instrument.answers import AnswerEvidence
-from ragen2_trl.instrument.health import CAUSES, COUNT, MIN_FLAT, SIGNALS, Health, State, is_number
+from ragen2_trl.instrument.health import CAUSES, COUNT, SIGNALS, Health, State, is_number
 from ragen2_trl.instrument.verdict import (
     ALPHA,
     COLLAPSES,
@@ -112,7 +112,7 @@ ADVICE: dict[str, tuple[str, ...]] = {  # by names of findings, and by the cause
         "Train longer, or sample more completions a step (generation_batch_size).",
         "Ask `ragen2-trl what-if` which setting would pay off (log_completions=True).",
     ),
-    "too_early": (f"Ask again after {MIN_FLAT} generations (max_steps).",),
+    "too_early": ("Train longer (max_steps).",),
     "unrewarded": ("Let a reward function return a finite number for each completion.",),
     "unanswered": (
         "The model has to know the format before rewards can differ: {warm_start}, or an instruct model.",

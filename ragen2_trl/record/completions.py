@@ -22,14 +22,13 @@ from ragen2_trl.columns import GENERATION
 from ragen2_trl.instrument.health import COUNT, SAME, is_number
 from ragen2_trl.messages import counted
 from ragen2_trl.metrics import GENERATION as LOGGED_GENERATION
-from ragen2_trl.record.files import HISTORY_FILE, STATE_FILE, measured_step, read_json
+from ragen2_trl.record.files import STATE_FILE, measured_step, read_json
 from ragen2_trl.record.group_rewards import read_group_rewards
 from ragen2_trl.record.rows import (
     ALLOWED,
-    LINES,
     MAX_ROWS,
-    SHEETS,
     TABLES,
+    NoCompletionsError,
     Row,
     find_files,
     number,
@@ -124,10 +123,6 @@ class CompletionLog:
         return np.cumsum(new) - 1
 
 
-class NoCompletionsError(ValueError):
-    """A folder holds no completions, or a file is not of them."""
-
-
 class _Completion(NamedTuple):
     """What is kept of a completion; lengths of the prompt and of the completion."""
 
@@ -170,8 +165,6 @@ def read_completion_log(
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value!r}")
     notes: list[str] = []
-    if path.is_file() and (path.suffix not in TABLES + LINES + SHEETS or path.name in (STATE_FILE, HISTORY_FILE)):
-        raise NoCompletionsError(f"{str(path)!r} holds no completions; allowed: {ALLOWED}")
     history, state, settings, end = _history(path, notes)
     files = find_files(path)
     if not files:
