@@ -117,9 +117,9 @@ TO_A_MODEL = {
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("runs/none", "no such folder"),
-        ("./none", "no such folder"),
-        ("a/b/c", "no such folder"),
+        ("runs/none", "neither a folder nor a Hub model id"),
+        ("./none", "neither a folder nor a Hub model id"),
+        ("a/b/c", "neither a folder nor a Hub model id"),
         ("runs/unfinished", "checkpoint-5"),
         ("nobody/nothing", "cannot be loaded"),
     ],
