@@ -23,9 +23,11 @@ from numpy.typing import NDArray
 from ragen2_trl.estimates import MOST_VALUES, Bootstrap, Estimate, Floats, Sameness, live_with, seeded_draws
 from ragen2_trl.filtering import group_score, zero_variance
 from ragen2_trl.instrument.findings import ADVICE, Finding
-from ragen2_trl.instrument.health import is_number
+from ragen2_trl.instrument.health import Health, is_number
 from ragen2_trl.messages import counted
-from ragen2_trl.record.completions import CompletionLog, Count, read_completion_log
+from ragen2_trl.record.completions import ASSUMED_GROUPS, CompletionLog, Count, read_completion_log
+from ragen2_trl.record.logs import read_folder, read_log
+from ragen2_trl.record.rows import NoCompletionsError
 from ragen2_trl.sampling.policy import AUDIT, Pilots, Policy, PromptSelection
 from ragen2_trl.text import flatten
 from ragen2_trl.trainers.batches import tree_size
@@ -36,6 +38,7 @@ Mask = NDArray[np.bool_]
 Numbers = NDArray[np.int64]
 
 PILOTS = (2, 3, 4)
+ASSUMED_SIZE = 8  # completions of a group, TRL's default
 SHUFFLES = 3  # of the members of each group, by which a replay of pilots depends less on their order
 ENOUGH = 4000  # groups; a log with at least as many needs one replay of pilots, and fewer of prompt selection
 ROUNDS_OF = 8  # groups that a replay of pilots takes together at least; its threshold looks back over 256 in any case
@@ -85,6 +88,7 @@ class WhatIf:
         remedies: Sorted by gain; rows without a gain follow, and rows that the log cannot tell come last.
         advice: One sentence.
         notes: What was read and assumed; sentences.
+        has_completions: Whether `log` holds groups that were logged, or groups made up from logged shares.
     """
 
     log: CompletionLog
@@ -93,14 +97,15 @@ class WhatIf:
     remedies: Sequence[Remedy]
     advice: str
     notes: Sequence[str]
+    has_completions: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """The findings without the arrays of the log, for JSON; NaN becomes `None`."""
         log = self.log
         return {
             "source": log.name,
-            "groups": len(log),
-            "completions": log.rewards.size,
+            "groups": len(log) if self.has_completions else None,
+            "completions": log.rewards.size if self.has_completions else None,
             "num_generations": log.size,
             "groups_per_generation": log.groups_per_generation,
             "prompts": len(np.unique(log.prompts)) if log.knows_prompts else None,
@@ -136,7 +141,7 @@ def what_if(
     Args:
         source: The `output_dir` of a TRL run with `log_completions=True`, a run of ours, a folder of parquet or JSONL
             (verl's rollout dumps), a *.parquet, *.jsonl or *.csv file of `prompt`, `completion` and `reward`, or a log
-            that `read_completion_log` has read.
+            that `read_completion_log` has read. Without completions, a folder or log that `health` reads.
         num_generations, groups_per_generation: G and N, where equal prompts do not tell them.
         rewards, reward_weights: Columns with the rewards of one function each, and their weights.
         micro_batch: Completions of a micro-batch, where the trainer's state does not tell it.
@@ -155,14 +160,18 @@ def what_if(
     if isinstance(source, CompletionLog):
         log = source
     else:
-        log = read_completion_log(
-            Path(source),
-            num_generations=num_generations,
-            groups_per_generation=groups_per_generation,
-            rewards=rewards,
-            reward_weights=reward_weights,
-            count=None if tokenizer is None else token_counter(tokenizer),
-        )
+        try:
+            log = read_completion_log(
+                Path(source),
+                num_generations=num_generations,
+                groups_per_generation=groups_per_generation,
+                rewards=rewards,
+                reward_weights=reward_weights,
+                count=None if tokenizer is None else token_counter(tokenizer),
+            )
+        except NoCompletionsError as error:
+            shares = _logged_shares(Path(source), error)
+            return _of_shares(str(source), shares, num_generations, groups_per_generation, seed, sampling_share)
     log = replace(log, micro_batch=micro_batch or log.micro_batch)
     replays = Replays(log, seed, sampling_share)
     with np.errstate(divide="ignore", invalid="ignore"):  # draws without a live group
@@ -172,6 +181,46 @@ def what_if(
     live = replays.prompts.share(replays.live)
     notes = _notes(log, live, sampling_share)
     return WhatIf(log, live, find_faults(log, sizes), remedies, _advice(remedies), notes)
+
+
+def _logged_shares(source: Path, error: NoCompletionsError) -> Floats:
+    """(n,) shares of groups with equal rewards in the rows of a log; raises `error` if it has none."""
+    try:
+        rows = (read_folder(source) if source.is_dir() else read_log(source)).rows
+    except ValueError as unread:
+        raise error from unread
+    name_of = Health().name_of
+    found = [row[key] for row in rows for key in row if name_of(key) == "zero_variance" and is_number(row[key])]
+    if not found:
+        raise error
+    return np.array(found).clip(0, 1)
+
+
+def _of_shares(
+    name: str, shares: Floats, size: int | None, groups: int | None, seed: int, sampling_share: float
+) -> WhatIf:
+    """What (n,) logged shares of groups with equal rewards tell, replayed on groups that are made up to have them."""
+    size, groups = size or ASSUMED_SIZE, groups or ASSUMED_GROUPS
+    live = np.diff(np.cumsum((1 - shares) * groups).round(), prepend=0.0)
+    rewards = np.zeros((len(shares), groups, size))
+    rewards[..., 0] = np.arange(groups) < live[:, None]
+    steps = np.repeat(np.arange(len(shares)), groups)
+    made = rewards.reshape(-1, size)
+    log = CompletionLog(name, steps, steps, made, groups_per_generation=groups, knows_prompts=False)
+    replays = Replays(log, seed, sampling_share)
+    share = replays.prompts.share(replays.live)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        remedies = [replays.lossless(), replays.dynamic_sampling()] if replays.live.any() else []
+    remedies.sort(key=lambda one: -(one.gain or Estimate(0)).value)
+    dead = f"{1 - share.value:.0%} of groups, and of their completions, had equal rewards, which teach nothing."
+    notes = [
+        f"No completions are logged: this rests on the share of such groups in {counted(len(shares), 'row')}.",
+        f"Groups of {size} and generations of {groups} groups are assumed (--num_generations, --groups), and that "
+        "further prompts are live as often.",
+        "For the other remedies and surer numbers, set log_completions=True and logging_steps=1.",
+    ]
+    fault = [Finding("data", "dead_groups", "warning", dead)] if share.value < 1 else []
+    return WhatIf(log, share, fault, remedies, _advice(remedies), notes, has_completions=False)
 
 
 def token_counter(name: str) -> Count:

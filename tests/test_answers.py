@@ -403,7 +403,7 @@ def test_a_function_of_ones_own_tells_where_the_answer_is():
     text = "5 or 6 #### 5 #### 6"
     assert found(text, lambda text: text.rpartition("#### ")[2]) == ("5 or 6 #### 5 ####", "6")
     assert found(text, lambda text: None) is None
-    with pytest.raises(ValueError, match="answer must give a part of the text of a turn, or None, got 'seven'"):
+    with pytest.raises(ValueError, match=r"answer must .* or None, got 'seven'"):
         found(text, lambda text: "seven")
 
 

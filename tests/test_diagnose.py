@@ -280,7 +280,7 @@ def test_long_text_is_cut():
         ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
         ({"env_name": "chess"}, "environment must be one of .*frozen_lake.* got 'chess'"),
         ({"output_dir": __file__}, "output_dir=.*is a file"),
-        ({"completions": "nowhere"}, "'nowhere' is no file or folder"),
+        ({"completions": "nowhere"}, "'nowhere' is not a file or folder"),
     ],
 )
 def test_bad_settings_are_named(settings, message, tmp_path):
@@ -290,7 +290,7 @@ def test_bad_settings_are_named(settings, message, tmp_path):
 
 
 def test_a_folder_without_a_table_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"got {str(tmp_path)!r}, which holds none"):
+    with pytest.raises(ValueError, match=f"completions={str(tmp_path)!r} holds no completions; allowed: "):
         run(tmp_path, completions=tmp_path)
 
 
@@ -318,6 +318,6 @@ def test_completions_without_reasoning_are_not_measurable(played, tmp_path):
 
 
 def test_completions_are_scored_by_the_model_that_is_named(tmp_path):
-    with pytest.raises(ValueError, match="model must be named for completions"):
+    with pytest.raises(ValueError, match=r"model=None.*completions='completions\.parquet'"):
         DiagnoseArguments(completions="completions.parquet")
     assert DiagnoseArguments().model == "tiny"

@@ -250,7 +250,7 @@ def test_environments_that_cannot_be_played_in_words_and_too_few_tasks_are_refus
         EnvironmentEvalCallback([], lake_trainer)
     few = tmp_path / "few.jsonl"
     few.write_text("".join(json.dumps({"nums": [1, 2, n], "target": n + 3}) + "\n" for n in range(3, 40)))
-    with pytest.raises(ValueError, match=r"num_prompts must be at most \d+, the tasks there are, got 200"):
+    with pytest.raises(ValueError, match=r"num_prompts must be at most \d+.*got 200"):
         EnvironmentEvalCallback(make_env("countdown"), lake_trainer, num_prompts=200, data=str(few))
 
 

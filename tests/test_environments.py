@@ -213,12 +213,10 @@ def test_bad_arguments_of_datasets_are_named_with_what_is_allowed(name):
     with pytest.raises(ValueError, match="num_prompts must be an integer between 1 and 10000000, got 0"):
         env.dataset(0, data=data)
     if data is None:
-        with pytest.raises(
-            ValueError, match=f"num_prompts must be given where {name} makes its tasks itself, got None"
-        ):
+        with pytest.raises(ValueError, match=f"num_prompts must be given for {name}.*got None"):
             env.dataset()
     else:
-        with pytest.raises(ValueError, match=r"num_prompts must be at most \d+, the tasks there are, got 1000000"):
+        with pytest.raises(ValueError, match=r"num_prompts must be at most \d+.*got 1000000"):
             env.dataset(1_000_000, data=data)
 
 

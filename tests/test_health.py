@@ -279,6 +279,14 @@ def test_rows_that_reuse_a_generation_count_once(numbered):
         assert once and states(reused(rows, 8, numbered)) == [(name, 8 * since) for name, since in once]
 
 
+@pytest.mark.parametrize(("each", "weight"), [(None, 10), (0.25, 10), (2, 5), (20, 1)])
+def test_a_row_that_averages_steps_counts_as_their_generations(each, weight):
+    rows = [{"step": 10 * number, "reward": 0.5} for number in range(1, 30)]
+    assert health(rows, steps_per_generation=each).weight == weight
+    numbered = [{**row, "snr/generation": 3 * number} for number, row in enumerate(rows)]
+    assert health(numbered, steps_per_generation=each).weight == 3
+
+
 def test_a_number_of_the_update_is_the_mean_over_a_generation_and_one_that_is_not_finite_is_not_missed():
     def told(*last):
         uses = [[0.0, 0.01, 0.02, 0.03]] * 20 + [last] * RUNNING

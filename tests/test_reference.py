@@ -302,7 +302,9 @@ def test_the_example_of_the_readme_keeps_drops_and_measures_in_a_layout_of_eight
     """As printed but for model, data and reward; what is added says nothing of the layout."""
     added = {**CPU, "max_steps": 10, "max_completion_length": 10, "disable_tqdm": True, "save_strategy": "no"}
     make = SNRFilteredGRPOConfig.__init__
-    monkeypatch.setattr(SNRFilteredGRPOConfig, "__init__", lambda self, *said, **more: make(self, *said, **more, **added))
+    monkeypatch.setattr(
+        SNRFilteredGRPOConfig, "__init__", lambda self, *said, **more: make(self, *said, **more, **added)
+    )
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: prompts)
     monkeypatch.setattr(
         "trl.rewards.accuracy_reward",

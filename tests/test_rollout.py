@@ -388,7 +388,7 @@ def test_no_context_outgrows_the_model(tokenizer):
 
 def test_a_rollout_that_was_not_attached_says_what_to_do(policy, tokenizer, make_args):
     trainer, _ = make_trainer(policy, tokenizer, multi_turn_args(make_args, snr=False), GRPOTrainer)
-    with pytest.raises(ValueError, match=r"must be attached, call attach\(trainer\)"):
+    with pytest.raises(ValueError, match=r"rollout_func is not attached.*attach\(trainer\)"):
         trainer.train()
 
 

@@ -283,7 +283,7 @@ def test_supporting_facts_of_hotpotqa_with_their_faults_are_read(tmp_path):
 
 def test_a_row_without_passages_needs_a_corpus():
     row = {name: value for name, value in ROW.items() if name != "passages"}
-    with pytest.raises(ValueError, match="column 'passages' must hold passages where there is no corpus"):
+    with pytest.raises(ValueError, match="column 'passages' must hold passages"):
         multi().episode(row, random.Random(0))
     multi(corpus=BM25Retriever.build([Passage("a", "b")])).episode(row, random.Random(0))
 

@@ -150,7 +150,7 @@ def test_rows_of_other_tasks_and_data_are_refused():
         mixture.plays([0], {"environment": ["chess"]})
     with pytest.raises(ValueError, match="data must be None for several tasks"):
         mixture.dataset(8, data="somewhere")
-    with pytest.raises(ValueError, match="num_prompts must be more, bandit gets none"):
+    with pytest.raises(ValueError, match="num_prompts must be larger, got 1: bandit"):
         mixture.dataset(1)
 
 

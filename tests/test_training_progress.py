@@ -57,11 +57,13 @@ def test_the_line_keeps_the_latest_held_out_success_of_the_first_task():
     assert line.line({"reward": 0.75, "env/a/success": 0.25}) == "reward 0.75  success 25%  held out 46%"
 
 
-def test_where_no_terminal_shows_a_bar_a_line_of_a_log_is_one_line():
-    log = io.StringIO()
+def test_where_no_terminal_shows_a_bar_there_is_a_line_at_both_ends_and_each_minute(monkeypatch):
+    log, now = io.StringIO(), 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
     line = progress(console=Console(file=log, width=80, force_terminal=False), quiet=True)
     (bar,) = line.trainer.callback_handler.callbacks
-    for step in (100, 150, 200):
+    for step in (100, 150, 200, 999, 1000):
+        now += {200: 61.0}.get(step, 1.0)
         state = TrainerState(max_steps=1000, global_step=step, is_world_process_zero=True)
         if step == 100:
             bar.on_train_begin(None, state, None)
@@ -70,7 +72,7 @@ def test_where_no_terminal_shows_a_bar_a_line_of_a_log_is_one_line():
         bar.on_log(None, state, None, logs=logs)
     line.close()
     lines = log.getvalue().splitlines()
-    assert [one.split()[1] for one in lines] == ["100/1000", "200/1000"] and min(map(len, lines)) > 80
+    assert [one.split()[1] for one in lines] == ["100/1000", "200/1000", "1000/1000"] and min(map(len, lines)) > 80
 
 
 class Rows(TrainerCallback):

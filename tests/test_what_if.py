@@ -254,6 +254,41 @@ def test_rewards_of_a_run_of_ours_are_read_without_completions(tmp_path):
     assert any("Left out: 2 of 10 completions" in note for note in found.notes)
 
 
+def logged(path, shares):
+    rows = [{"step": step, "reward": 0.5, "frac_reward_zero_std": share} for step, share in enumerate(shares, 1)]
+    path.write_text(json.dumps({"global_step": len(rows), "log_history": rows}, indent=2))
+    return path
+
+
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_without_completions_logged_shares_tell_what_dead_groups_cost(where, tmp_path, capsys):
+    path = logged(tmp_path / "trainer_state.json", [0.5, 0.25, 0.75, 0.5] * 5)
+    source = path if where == "file" else tmp_path
+    out = shown(capsys, source, "--num_generations", "4", "--json", tmp_path / "numbers.json")
+    found = json.loads((tmp_path / "numbers.json").read_text())
+    assert found["live"]["value"] == pytest.approx(0.5) and found["completions"] is None
+    by_name = {one["name"]: one for one in found["remedies"]}
+    assert set(by_name) == {"lossless", "dynamic sampling"}
+    assert by_name["lossless"]["numbers"]["rows"]["value"] == pytest.approx(0.5)
+    assert by_name["lossless"]["gain"]["value"] == pytest.approx(
+        1 / 0.75
+    )  # half of the update, which is half of a step
+    assert by_name["dynamic sampling"]["numbers"]["completions"]["value"] == pytest.approx(8)
+    assert [fault["name"] for fault in found["faults"]] == ["dead_groups"]
+    assert "log_completions=True" in out and "--groups" in out
+
+
+@pytest.mark.parametrize("shares", [[], [1.0] * 5])
+def test_a_log_that_tells_no_share_or_no_live_group_has_no_remedy(shares, tmp_path, capsys):
+    logged(tmp_path / "trainer_state.json", shares)
+    if shares:
+        assert "no remedy" in shown(capsys, tmp_path)
+        return
+    with pytest.raises(SystemExit):
+        shown(capsys, tmp_path)
+    assert "holds no completions" in capsys.readouterr().err
+
+
 def test_weights_make_the_sum(run):
     log = read_completion_log(run, rewards=["form_reward", "length_reward"], reward_weights=[2.0, 0.0])
     np.testing.assert_allclose(log.rewards, 2 * log.by_function["form_reward"])
@@ -439,8 +474,9 @@ def test_a_record_of_any_content_is_read_or_refused_in_a_line(what, run, tmp_pat
     (tmp_path / "run" / "_measurements").mkdir(parents=True)
     shutil.copytree(run / "checkpoint-3", tmp_path / "run" / "checkpoint-3")
     write_lines(tmp_path / "run" / "_measurements" / "group_rewards.jsonl", [HOSTILE[what]])
-    if what == "reward":
-        assert "2 completions are read" in " ".join(shown(capsys, tmp_path / "run").split())
+    if what != "group":
+        part = "2 completions are read" if what == "reward" else "No completions are logged"
+        assert part in " ".join(shown(capsys, tmp_path / "run").split())
     else:
         with pytest.raises(SystemExit):
             shown(capsys, tmp_path / "run")

@@ -7,7 +7,7 @@ def check_own_trainer(callback: TrainerCallback, trainer: Trainer, state: Traine
     """Raise a `ValueError` if a callback that was made for one trainer has been added to another."""
     if state is not trainer.state:
         raise ValueError(
-            f"{type(callback).__name__} was made for another {type(trainer).__name__} than it was added to; allowed: "
+            f"{type(callback).__name__} was made for another {type(trainer).__name__}; make one for this trainer: "
             f"trainer.add_callback({type(callback).__name__}(trainer))."
         )
 

@@ -335,12 +335,12 @@ class EnvironmentEvalCallback(TrainerCallback):
         sharded = "DeepSpeed" if self.trainer.is_deepspeed_enabled else "FSDP" * self.trainer.is_fsdp_enabled
         if self.load_best and args.save_only_model and sharded:  # transformers has checked before this was asked for
             raise ValueError(
-                f"load_best=True cannot load what save_only_model=True saves with {sharded}; allowed: one of them off."
+                f"load_best=True cannot load checkpoints of save_only_model=True with {sharded}; allowed: one of them."
             )
         named = args.metric_for_best_model
         if self.keep_best and args.eval_strategy != "no" and named is not None:
             raise ValueError(
-                f"metric_for_best_model={named!r} would be told by transformers' evaluation, too; allowed with "
+                f"metric_for_best_model={named!r} is also measured by transformers' evaluation; allowed with "
                 "keep_best=True: eval_strategy='no'."
             )
         if named in (None, "loss", "eval_loss"):  # which transformers fills in where there is nothing

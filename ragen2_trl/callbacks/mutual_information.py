@@ -227,9 +227,8 @@ class MutualInformationCallback(TrainerCallback):
             self.last_step, self._asked = saved["last_step"], saved["asked"]
         if (reason := self.cadence.why_never(self.last_step if self._asked is None else self._asked)) is not None:
             logger.warning(
-                f"Mutual information will not be measured: {reason}. What would change that: "
-                "MutualInformationCallback(trainer, every=...) (on the command line --mi_every), a smaller "
-                "logging_steps or a longer run."
+                f"Mutual information will not be measured: {reason}. Train longer, or set a smaller logging_steps or "
+                "MutualInformationCallback(trainer, every=...) (--mi_every on the command line)."
             )
         self._pool.begin_run()
         self._save_state()
@@ -346,8 +345,8 @@ class MutualInformationCallback(TrainerCallback):
             whole, part = (expected_tokens(self.scopes, one, texts) / update for one in (self.sampling, sampling))
             traces = f"the first {sampling.max_tokens} tokens of each trace" if sampling.max_tokens else "all traces"
             logger.warning(
-                f"A whole measurement of mutual information would take {whole:.0%} of the tokens of the update. "
-                f"Scored are {traces} under {sampling.max_prompts} prompts at most, for {part:.0%}; "
+                f"A whole measurement of mutual information would cost {whole:.0%} of the tokens of the update. It "
+                f"is cut to {traces} under at most {sampling.max_prompts} prompts, which costs {part:.0%}; "
                 "budget=None scores all."
             )
         self._told = sampling

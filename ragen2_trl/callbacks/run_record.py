@@ -271,8 +271,7 @@ class RunRecord(TrainerCallback):
             logger.warning(
                 f"hub_strategy={self.trainer.args.hub_strategy.value!r} uploads checkpoints to "
                 f"{self.trainer.hub_model_id}: {' and '.join(sorted(self.texts))} in them {hold} prompts and "
-                "completions word by word, since a run goes on from them. With hub_strategy='every_save' they stay "
-                "on this machine."
+                "completions word by word, to resume from. With hub_strategy='every_save' they stay on this machine."
             )
 
     def _warn_of_other_content(self) -> None:
@@ -286,14 +285,14 @@ class RunRecord(TrainerCallback):
             )
         except Exception as error:  # noqa: BLE001 - of whichever HTTP library; a look must not end a training
             logger.warning(
-                f"Training begins without a look at what {repo_id} holds on the Hub: {hide_credentials(str(error))}"
+                f"Training begins, but {repo_id} could not be checked on the Hub: {hide_credentials(str(error))}"
             )
             return
         if files and "generated_from_trainer" not in card:
             logger.warning(
-                f"{repo_id} on the Hub holds {', '.join(sorted(files)[:5])}, which no trainer has written. Uploads "
-                "replace README.md and whatever has the name of a file of this run; the rest stays, and all of it "
-                "stays in the repository's history."
+                f"{repo_id} on the Hub holds {', '.join(sorted(files)[:5])}, not written by a trainer. Uploads "
+                "replace README.md and files that are named like those of this run. Other files stay, and the "
+                "repository's history keeps all of them."
             )
 
 
@@ -329,7 +328,7 @@ def _extend_card(trainer: Any, run: Run) -> None:
     try:
         card = ModelCard.load(path)
     except (ValueError, yaml.YAMLError) as error:
-        logger.warning(f"{path} has no valid metadata and gets no diagnostics, which are in {DIAGNOSTICS}/: {error}")
+        logger.warning(f"{path} gets no diagnostics (they are in {DIAGNOSTICS}/): its metadata is not valid: {error}")
         return
     prompt = public_prompt(vars(trainer).get("reward_funcs", ()))
     add_diagnostics(card, run, trainer.hub_model_id, trainer.args.hub_revision or "main", prompt)

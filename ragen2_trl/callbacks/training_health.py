@@ -15,6 +15,7 @@ from ragen2_trl.instrument.findings import Finding, training_finding
 from ragen2_trl.instrument.health import COUNT, TITLES, Health, HealthState
 from ragen2_trl.instrument.reasoning import Trajectories
 from ragen2_trl.record.run import HEALTH_STATE
+from ragen2_trl.record.settings import steps_per_generation
 from ragen2_trl.rollout_events import Listener, LocalRollout, announces_sampling, listen, log_row
 from ragen2_trl.saved_state import kept_by_callback
 
@@ -91,7 +92,8 @@ class TrainingHealthCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check_own_trainer(self, self.trainer, state)
-        self.health, self._closes = Health(self.own_keys), False
+        each = steps_per_generation(vars(args))
+        self.health, self._closes = Health(self.own_keys, steps_per_generation=each), False
         if (saved := kept_by_callback(state, HEALTH_STATE, WatchState)) is not None:
             self.health.load_state_dict(saved["health"])
             self._closes = saved["closes"]

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ragen2_trl.record.run import HEALTH_STATE, run_of
 from ragen2_trl.report.tables import facts_table, print_findings
 
 MEASURED = (ACCURACY, INFORMATION)
+EVERY = 60.0  # seconds between two lines of a log
 HELD_OUT = re.compile(f"{LOGGED}[^/]+/success")
 TRAINED = re.compile("env/[^/]+/success")
 
@@ -55,7 +57,7 @@ class TrainingProgressCallback(TrainerCallback):
         trainer: The trainer that the callback is then added to.
         console: Where the table goes.
         quiet: For a command: log rows do not stand between the bars, the table comes when `show_table` is called and,
-            where no terminal shows a bar, a line is printed every tenth of the run.
+            where no terminal shows a bar, a line is printed at the first and the last log row and once a minute.
     """
 
     def __init__(self, trainer: Any, console: Console | None = None, quiet: bool = False):
@@ -65,13 +67,13 @@ class TrainingProgressCallback(TrainerCallback):
         if quiet:
             trainer.remove_callback(ProgressCallback)
             trainer.add_callback(QuietBar())
-        self._next_line = 0
+        self._next_line = 0.0  # second at which it is due
         self._measured: dict[str, Any] = {}  # what rows seldom have, and the line keeps
         self._held_out: float | None = None  # the same, of the first of several tasks
         self._health: dict[str, Any] = {}  # the state of training
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._next_line, self._measured, self._held_out, self._health = 0, {}, None, {}
+        self._next_line, self._measured, self._held_out, self._health = 0.0, {}, None, {}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
@@ -84,8 +86,9 @@ class TrainingProgressCallback(TrainerCallback):
         bars = self._bars()
         for bar in bars:
             bar.set_postfix_str(line)
-        if self.quiet and all(bar.disable for bar in bars) and state.global_step >= self._next_line:
-            self._next_line = state.global_step + state.max_steps // 10
+        is_due = time.monotonic() >= self._next_line or state.global_step >= state.max_steps
+        if self.quiet and all(bar.disable for bar in bars) and is_due:
+            self._next_line = time.monotonic() + EVERY
             # Whole, also where a log is taken for a terminal of 80 columns.
             self.console.print(f"step {state.global_step}/{state.max_steps}  {line}", soft_wrap=True)
 

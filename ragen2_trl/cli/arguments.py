@@ -23,7 +23,7 @@ COMMANDS = {
     "evaluate": "success, pass@k and reward on held-out tasks, with confidence intervals",
     "warm-start": "supervised fine-tuning on demonstrations of an environment",
     "diagnose": "whether a model's reasoning depends on its prompt",
-    "health": "what training is doing (learning, flat, drifting, failing), from a log of TRL, verl or RAGEN",
+    "health": "what training is doing (learning, flat, drifting, failing) and what to do, from the log of a run",
     "what-if": "which remedy for groups without signal pays, from the log of a training",
     "envs": "the tasks: names, options and presets",
     "recipes": "settings that ship with the package, for `train --recipe` and `accelerate launch`",
@@ -76,8 +76,8 @@ def _health(add: Callable[..., Any]) -> None:
         nargs="+",
         type=Path,
         metavar="LOG",
-        help="Logs, each of a run: TRL's trainer_state.json or log_history.json, ms-swift's logging.jsonl, or what "
-        "verl and RAGEN print (step:N - key:value - …); or output_dirs of runs.",
+        help="Logs, each of a run: the console output of TRL, verl, RAGEN or OpenRLHF in a file; trainer_state.json, "
+        "log_history.json, ms-swift's logging.jsonl; a CSV of W&B, a TensorBoard or Trackio file; or an output_dir.",
     )
     add(
         "--key",
@@ -90,7 +90,8 @@ def _health(add: Callable[..., Any]) -> None:
         "clip_ratio.",
     )
     completions = "Completions of a row that does not log their number, for the limits of validity (default: 16)."
-    add("--completions", type=int, default=16, help=completions)
+    add("--completions", type=int, help=completions)
+    add("--json", type=Path, metavar="FILE", help="File for states and findings as JSON; /dev/stdout prints them.")
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -162,7 +163,7 @@ def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any
         else:
             raise ValueError(f"env_args must be `key=value` pairs or a JSON object, got {item!r}")
     if "name" in options:
-        raise ValueError(f"env_args must be options of the task, which env_name names, got name={options['name']!r}")
+        raise ValueError(f"env_args must leave the task to env_name, got name={options['name']!r} in env_args")
     return options
 
 
@@ -243,7 +244,7 @@ class EnvironmentArguments:
 
         given = {"env_args": self.env_args, "env_weights": self.env_weights, "data": self.data}
         if others := [name for name, value in given.items() if value] + ["multi_turn"] * self.multi_turn:
-            raise ValueError(f"{others[0]} is for tasks by name; with dataset={self.dataset!r} it must be left out")
+            raise ValueError(f"{others[0]} must be left out with dataset={self.dataset!r}: it is for tasks by name")
         if not self.reward:
             raise ValueError(f"reward must be 'module:function' for dataset={self.dataset!r}, got none")
         functions = [named_object(name, "reward") for name in self.reward]
@@ -352,14 +353,14 @@ class DiagnoseArguments(SamplingArguments):
         super().__post_init__()
         if not self.model and self.completions is not None:
             raise ValueError(
-                f"model must be named for completions={self.completions!r}, which it scores, got none; allowed: the "
-                "path or Hub id of the model that wrote them"
+                f"model=None cannot score completions={self.completions!r}; allowed: the path or Hub id of the model "
+                "that wrote them"
             )
         self.model = self.model or "tiny"
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0 (greedy reasoning never varies), got {self.temperature!r}")
         if self.control and self.completions is not None:
-            raise ValueError("control must be False with completions, whose tasks are not known, got True")
+            raise ValueError("control must be False with completions, because their tasks are not known, got True")
 
     def make_env(self) -> "AnyTask":
         """The task, or prompts without one, which are worth nothing."""

@@ -25,7 +25,7 @@ class ProgressLine:
         every: Seconds between two lines where there is no terminal to renew one in.
     """
 
-    def __init__(self, console: Console, every: float = 10.0):
+    def __init__(self, console: Console, every: float = 60.0):
         self._console, self._every = console, every
         self._status = console.status("")
         self._started = time.monotonic()

@@ -84,7 +84,9 @@ def check_evaluation(arguments: EvaluateArguments, env: AnyTask) -> None:
         validate_repo_id(arguments.push_to_hub)
     if arguments.model in SCRIPTED:
         if arguments.context != "full" or arguments.drop_oldest_turns:
-            raise ValueError(f"context must be 'full' for {arguments.model}, without one, got {arguments.context!r}")
+            raise ValueError(
+                f"context must be 'full' for {arguments.model} (it reads none), got {arguments.context!r}"
+            )
     else:
         check_sampling(
             env, arguments.num_samples, arguments.temperature, arguments.max_new_tokens, arguments.batch_size

@@ -2,10 +2,13 @@
 
 ragen2-trl health runs/my_run
 ragen2-trl health runs/my_run/checkpoint-100/trainer_state.json
-ragen2-trl health train.log --completions 128 --key rewards/solved/mean=success
+ragen2-trl health train.log --completions 128 --key rewards/solved/mean=success --json health.json
 """
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -13,18 +16,21 @@ from rich.text import Text
 
 from ragen2_trl.cli.arguments import parse_plain
 from ragen2_trl.cli.typed import checked_input
-from ragen2_trl.instrument.findings import training_finding
-from ragen2_trl.instrument.health import Health, health
+from ragen2_trl.instrument.findings import Finding, gap_findings, training_finding
+from ragen2_trl.instrument.health import COMPLETIONS, Health, health
 from ragen2_trl.messages import counted, printable
-from ragen2_trl.record.logs import Log, read_log
-from ragen2_trl.record.run import read_run
+from ragen2_trl.record.files import write_json
+from ragen2_trl.record.logs import read_folder, read_log
+from ragen2_trl.remedies import what_if
 
 BARS, WIDTH, MAX_CHARTS = "▁▂▃▄▅▆▇█", 60, 12
+LITTLE = 2**24  # bytes of completions that are read to name a setting
 CHARTED = ("valid", "valid_thinking", "success", "held_out_success", "reward")
 
 
 def main(args: list[str] | None = None) -> None:
-    """Print the state of each log, the states before it, and a chart of validity, success and reward.
+    """Print the state of each log, the states before it, what to do, a chart of validity, success and reward, and what
+    the log lacks; write states and findings with `--json`.
 
     Raises:
         InputError: If a log cannot be read, or a key cannot be mapped.
@@ -32,21 +38,39 @@ def main(args: list[str] | None = None) -> None:
     from rich.console import Console
 
     console = Console()
-    arguments = parse_plain("health", args)
+    arguments, told = parse_plain("health", args), []
+    given = COMPLETIONS if arguments.completions is None else arguments.completions
     for path in arguments.logs:
         with checked_input():
-            log = Log(read_run(path).log_history) if path.is_dir() else read_log(path)
-            rows, watch = log.rows, health(log.rows, dict(arguments.key), arguments.completions)
+            log = read_folder(path) if path.is_dir() else read_log(path)
+            rows, watch = log.rows, health(log.rows, dict(arguments.key), given, log.steps_per_generation)
         name = printable(path.name or str(path.resolve()))
+        gaps = gap_findings(watch, rows, arguments.completions is not None)
+        state, gaps = training_finding(watch.state), [with_setting(finding, path) for finding in gaps]
         console.print(state_table(name, rows, watch))
-        for line in training_finding(watch.state).advice:
+        for line in [*state.advice, f"More: docs/{state.page}"] if state.advice else ():
             console.print(Text(line))
         console.print(charts(watch, rows))
-        if watch.weight > 1:
-            each = f"A row averages {watch.weight:.0f} steps and counts as so many generations, one a step."
-            console.print(Text(f"{each} Log each step (logging_steps=1) for an earlier and a surer answer."))
-        for note in log.notes:
-            console.print(Text(note))
+        for note in [*log.notes, *(finding.text for finding in gaps)]:
+            console.print(Text(printable(note)))
+        findings = [finding.to_dict() for finding in (state, *gaps)]
+        states = [asdict(one) for one in watch.history]
+        told.append({"log": str(path), "states": states, "findings": findings, "notes": log.notes})
+    if arguments.json is not None:
+        with checked_input():
+            write_json(arguments.json, told, indent=2)
+
+
+def with_setting(finding: Finding, path: Path) -> Finding:
+    """Groups of equal rewards with the setting that `what-if` names first, unless there is much to read."""
+    read = path.glob("completions/*") if path.is_dir() else [path]
+    if finding.name != "dead_groups" or sum(file.stat().st_size for file in read) > LITTLE:
+        return finding
+    try:
+        advice = what_if(path).advice
+    except (ValueError, OSError):  # `what-if` says why, if it is asked
+        return finding
+    return replace(finding, advice=(advice, f"ragen2-trl what-if {shlex.quote(str(path))} compares settings."))
 
 
 def state_table(name: str, rows: Sequence[dict[str, Any]], watch: Health) -> Table:

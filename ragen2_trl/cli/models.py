@@ -35,7 +35,7 @@ def check_model(name: str | None) -> str:
             has = f" It holds {', '.join(inside)}." if inside else ""
             raise ValueError(f"model={name!r} is a folder without config.json; allowed: the folder of a model.{has}")
     elif means_a_path(name):
-        raise ValueError(f"model={name!r}: no such folder, and no name of a model on the Hub; allowed: {ALLOWED}.")
+        raise ValueError(f"model={name!r} is neither a folder nor a Hub model id; allowed: {ALLOWED}.")
     return name
 
 

@@ -195,7 +195,7 @@ def read_generations(path: Path, notes: list[str]) -> tuple[list[Path], list[lis
         OSError: If one cannot be read.
     """
     if not (files := find_files(path)):
-        raise ValueError(f"completions must be {ALLOWED}; got {str(path)!r}, which holds none")
+        raise ValueError(f"completions={str(path)!r} holds no completions; allowed: {ALLOWED}")
     count = min(MAX_FILES, len(files))
     found: dict[Path, list[Row]] = {}
     former: list[tuple[Any, Any]] = []

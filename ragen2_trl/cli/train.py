@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from accelerate.logging import get_logger
+from rich.console import Console
 from rich.text import Text
 from transformers import PrinterCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
@@ -123,7 +124,7 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         if turns > (longest := training_args.max_completion_length):
             console.print(f"Episodes are cut at max_completion_length={longest}; {turns} hold all turns of the task.")
 
-    _evaluate(trainer, env, script_args, run / "evaluation_before.json")
+    _evaluate(trainer, env, script_args, run / "evaluation_before.json", console)
     named = training_args.resume_from_checkpoint is not None  # and would win over the last one again
     again = f"the same command with `{'--resume_from_checkpoint' if named else '--resume true'}`"
     if isinstance(trainer, SNRFilter):
@@ -150,7 +151,7 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         progress.close()
     trainer.save_model(_internal_call=True)  # the upload comes last: one that is refused costs nothing of a run
     _write_history(trainer, env, run, script_args.figures)
-    _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
+    _evaluate(trainer, env, script_args, run / "evaluation_after.json", console, again=True)
     if trainer.is_world_process_zero():
         write_json(run / "summary.json", summary(run_of(trainer)), indent=2)
         progress.show_table(f"{script_args.model} on {env.name}")
@@ -325,7 +326,9 @@ def _success_metric(env: AnyTask) -> str:
     return f"env/{ALL_TASKS if isinstance(env, TaskMixture) else env.name}/success"
 
 
-def _evaluate(trainer: Trainer, env: AnyTask, script_args: TrainArguments, path: Path, again: bool = False) -> None:
+def _evaluate(
+    trainer: Trainer, env: AnyTask, script_args: TrainArguments, path: Path, console: Console, again: bool = False
+) -> None:
     """Writes metrics on held-out tasks into `path`, unless a resumed run has measured them before."""
     if script_args.has_curve or (path.exists() and not again):  # the curve has both
         return
@@ -338,6 +341,8 @@ def _evaluate(trainer: Trainer, env: AnyTask, script_args: TrainArguments, path:
             held_out_rows(env, script_args.eval_prompts, script_args.eval_samples, 0, script_args.data)
     args: Any = trainer.args
     model: Any = trainer.model
+    if not console.is_terminal:  # where no bar tells what takes the time
+        console.print(f"Evaluating {'after' if again else 'before'} training, on {script_args.eval_prompts} tasks.")
     metrics = evaluate_model(
         model,
         trainer._tokenizer,

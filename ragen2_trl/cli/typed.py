@@ -158,7 +158,7 @@ class _Strict(yaml.SafeLoader):
         for number, (name, _) in enumerate(node.value):
             if name.tag != "tag:yaml.org,2002:str" or names[number] in names[:number]:
                 line = name.start_mark.line + 1
-                raise ValueError(f"names must be texts, each once, got {name.value!r} in line {line}")
+                raise ValueError(f"each name must be a text and appear once, got {name.value!r} in line {line}")
         return super().construct_mapping(node, deep)
 
 

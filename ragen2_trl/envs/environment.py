@@ -141,8 +141,8 @@ class Environment(ABC):
         """Lets the first observation be a picture; called by tasks that have them, once limits are set."""
         if self.protocol == "text" and self.max_turns > 1:
             raise ValueError(
-                f"observation must be in words in several turns of the text protocol, got 'image' for {self.name}; "
-                "with protocol='tools' pictures can be shown in every turn"
+                f"observation must be in words for {self.name} in several turns with protocol='text', got 'image'; "
+                "protocol='tools' can show pictures in every turn"
             )
         check_choice("force_think with pictures", bool(self.forced_tag), (False,))  # `TextRollout` shows none
         self.shows_images = True
@@ -192,7 +192,7 @@ class Environment(ABC):
         """
         check_choice("split", split, SPLITS)
         if num_prompts is None and data is None:
-            raise ValueError(f"num_prompts must be given where {self.name} makes its tasks itself, got None")
+            raise ValueError(f"num_prompts must be given for {self.name}, which makes its own tasks, got None")
         if num_prompts is not None:
             check_count("num_prompts", num_prompts, 1, 10_000_000)
         rows: list[dict[str, Any]] = []
@@ -203,7 +203,7 @@ class Environment(ABC):
             if len(rows) == num_prompts:
                 break
         if num_prompts is not None and len(rows) < num_prompts:
-            raise ValueError(f"num_prompts must be at most {len(rows)}, the tasks there are, got {num_prompts}")
+            raise ValueError(f"num_prompts must be at most {len(rows)}, the number of tasks, got {num_prompts}")
         if not rows:
             raise ValueError(f"data must hold tasks of the split {split!r} for {self.name}, got none in {data!r}")
         return Dataset.from_list(rows)
@@ -356,7 +356,7 @@ class Environment(ABC):
         rows = [self._demonstration(row, seed) for row in self.dataset(num, seed, data=data)]
         solved = [row for row in rows if row is not None]
         if not solved:
-            raise ValueError(f"num must be larger, the solver has solved none of {num} tasks of {self.name}")
+            raise ValueError(f"num must be larger, got {num}: the solver solved no task of {self.name}")
         return Dataset.from_list(solved)
 
     @property

@@ -100,7 +100,7 @@ class TaskMixture:
         parts = []
         for env, count in zip(self.environments.values(), self.shares(num_prompts), strict=True):
             if count == 0:
-                raise ValueError(f"num_prompts must be more, {env.name} gets none of them, got {num_prompts}")
+                raise ValueError(f"num_prompts must be larger, got {num_prompts}: {env.name} gets none of them")
             rows = env.dataset(count, seed, split)
             parts.append(rows.add_column(TASK, [env.name] * count))
         order = list(range(num_prompts))

@@ -97,7 +97,7 @@ class DatasetEnvironment(Environment):
             check_columns(rows, ("prompt",))
             self._sources[place] = _with_prompts(rows)
             if "seed" in rows.column_names:
-                raise ValueError(f"columns must leave the name 'seed' to the numbers of rows, got {rows.column_names}")
+                raise ValueError(f"columns must not include 'seed', which numbers the rows, got {rows.column_names}")
             for function in self.functions:
                 _check_function(function, rows.column_names)
         dataset = self._sources[0]
@@ -129,8 +129,8 @@ class DatasetEnvironment(Environment):
             check_count("num_prompts", num_prompts, 1, 10_000_000)
         if not len(rows):
             raise ValueError(
-                f"dataset must have rows of the split {split!r}, got none of {len(self._sources[0])}, of which one in "
-                "five is held out; allowed: more rows, or an eval_dataset (in a folder, a split 'test')"
+                f"dataset has no row for the split {split!r}: of {len(self._sources[0])}, one in five is held out; "
+                "allowed: more rows, or an eval_dataset (in a folder, a split 'test')"
             )
         order = list(range(len(rows)))
         random.Random(f"{split}/{seed}").shuffle(order)
@@ -253,15 +253,15 @@ def _check_function(function: Any, columns: Sequence[str]) -> None:
     if not callable(function) or not hasattr(function, "__name__"):
         raise ValueError(f"reward_funcs must be functions, got {function!r}")
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"reward_funcs must be plain functions, {function.__name__} is a coroutine")
+        raise ValueError(f"reward_funcs must be plain functions, got the coroutine {function.__name__}")
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        raise ValueError(f"reward_funcs must take **kwargs, as TRL passes all columns, {function.__name__} does not")
+        raise ValueError(f"reward_funcs must take **kwargs, since TRL passes all columns; got {function.__name__}")
     given = {"prompts", "completions", "seed", *SILENT, *columns} - {"prompt", "completion"}
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.default is p.empty]
     if missing := [parameter.name for parameter in named if parameter.name not in given]:
         raise ValueError(
-            f"reward_funcs must do with {sorted(given)}, which evaluation has, {function.__name__} asks for {missing}"
+            f"reward_funcs may ask for {sorted(given)}, which evaluation has; {function.__name__} asks for {missing}"
         )
 
 

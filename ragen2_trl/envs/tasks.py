@@ -70,9 +70,9 @@ def load_tasks(data: str, split: str, *, config: str | None = None, field: str =
     """
     path = Path(data)
     if not path.exists() and (path.suffix in _FILE_FORMATS or means_a_path(data)):
-        raise ValueError(f"{field} must be a Hub id, a folder or a file that is there, got {data!r}")
+        raise ValueError(f"{field} must be a Hub id or an existing folder or file, got {data!r}")
     if path.is_file() and path.suffix not in _FILE_FORMATS:
-        raise ValueError(f"{field} must be a Hub id, a folder or a file {sorted(_FILE_FORMATS)}, got {data!r}")
+        raise ValueError(f"{field} must be a Hub id, a folder or a file of {sorted(_FILE_FORMATS)}, got {data!r}")
     if path.is_file() and not path.stat().st_size:
         raise ValueError(f"{field}={data!r} cannot be read: the file is empty")
     with readable(field, data):

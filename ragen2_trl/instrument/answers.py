@@ -127,8 +127,7 @@ def _span_of(text: str, answer: str | None) -> tuple[int, int] | None:
     place = text.rfind(answer)
     if place < 0:
         raise ValueError(
-            f"answer must give a part of the text of a turn, or None, got {answer[:80]!r} for {text[:80]!r}; return "
-            "it as it stands there"
+            f"answer must return a part of the turn's text, unchanged, or None, got {answer[:80]!r} for {text[:80]!r}"
         )
     return place, place + len(answer)
 

@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from ragen2_trl.instrument.answers import AnswerEvidence
-from ragen2_trl.instrument.health import CAUSES, State
+from ragen2_trl.instrument.health import CAUSES, COUNT, SIGNALS, Health, State, is_number
 from ragen2_trl.instrument.verdict import (
     ALPHA,
     COLLAPSES,
@@ -20,6 +20,7 @@ from ragen2_trl.instrument.verdict import (
     upper_bound,
 )
 from ragen2_trl.messages import counted
+from ragen2_trl.metrics import GENERATION
 
 Kind = Literal["training", "reasoning", "answers", "data"]
 Severity = Literal["good", "note", "warning", "failure"]
@@ -29,6 +30,15 @@ PAGES: dict[Kind, str] = {
     "reasoning": "diagnosing.md#verdicts",
     "answers": "diagnosing.md#answers",
     "data": "does_not_learn.md#which-logs",
+}
+SECTIONS = {  # of does_not_learn.md, by name
+    "failing": "failing",
+    **dict.fromkeys(("nothing_to_learn", "nothing_learnt"), "nothing-to-learn-from"),
+    "drifting": "drifting",
+    "no_rise": "no-rise",
+    "too_early": "too-early",
+    **dict.fromkeys(COLLAPSES, "template"),
+    "dead_groups": "which-setting-would-pay-off",
 }
 SEVERITIES: dict[str, Severity] = {  # by name; all others are notes
     "failing": "failure",
@@ -41,6 +51,7 @@ SEVERITIES: dict[str, Severity] = {  # by name; all others are notes
 CUT_RATIO = 0.5  # share of completions cut at the length limit, from which that is said to be why nothing is closed
 BECOME = {"template_collapse": "a template", "low_entropy_collapse": "nearly the same words for every prompt"}
 LITTLE, MUCH = 0.25, 0.5  # bits; our own words for a scale that has no natural ones
+LATEST, DEAD = 10, 0.2  # rows, and the least share of groups with equal rewards in them that is said
 ALIKE = 0.9  # share of pairs of different prompts with the same answer that is said
 
 
@@ -69,7 +80,7 @@ class Finding:
     @property
     def page(self) -> str:
         """Where it is explained, relative to `docs/`."""
-        return PAGES[self.kind]
+        return f"does_not_learn.md#{SECTIONS[self.name]}" if self.name in SECTIONS else PAGES[self.kind]
 
     @property
     def text(self) -> str:
@@ -88,28 +99,45 @@ class Finding:
 
 
 ADVICE: dict[str, tuple[str, ...]] = {  # by names of findings, and by the causes of `health.CAUSES`
-    "failing": ("Read some completions; go back to an earlier checkpoint, and lower learning_rate.",),
-    "drifting": ("Watch it: healthy runs drift, too.",),
-    "no_rise": ("Train longer, or sample more completions a step (generation_batch_size).",),
+    "failing": (
+        "Read some completions (log_completions=True).",
+        "Go back to an earlier checkpoint, and lower learning_rate.",
+        "If completions/clipped_ratio has risen, raise max_completion_length.",
+    ),
+    "drifting": (
+        "Watch it: healthy runs drift, too.",
+        "If success falls as well, lower learning_rate, num_iterations or steps_per_generation.",
+    ),
+    "no_rise": (
+        "Train longer, or sample more completions a step (generation_batch_size).",
+        "Ask `ragen2-trl what-if` which setting would pay off (log_completions=True).",
+    ),
+    "too_early": ("Train longer (max_steps).",),
     "unrewarded": ("Let a reward function return a finite number for each completion.",),
     "unanswered": (
         "The model has to know the format before rewards can differ: {warm_start}, or an instruct model.",
         "If completions/clipped_ratio is high, answers are cut off: raise max_completion_length.",
     ),
     "cut": ("Raise max_completion_length.",),
-    "unsolved": ("What helps: {warm_start}, or easier tasks.",),
+    "unsolved": ("Take easier tasks, or fine-tune on solved ones first: {warm_start}.",),
     "solved": ("Take harder tasks: these have nothing to teach.",),
-    "unselected": ("Look at what selects groups: {selector}.",),
+    "unselected": ("Check the settings that select groups: {selector}.",),
     "equal": (
-        "If it is the lowest reward, tasks are too hard, or no answer has the form that the reward looks for: read "
-        "some completions (log_completions=True), fine-tune on solved tasks first ({warm_start}), or begin with "
-        "easier ones.",
-        "If it is the highest, take harder tasks.",
+        "If it is the lowest reward, read some completions (log_completions=True): does the reward find the answers?",
+        "If it does, the tasks are too hard: take easier ones, or fine-tune on solved ones first ({warm_start}).",
+        "If it is the highest reward, take harder tasks.",
     ),
     "alike": (
-        "Prompts are solved always or never: take harder and easier ones in between, raise num_generations, or sample "
-        "at temperature=1.0.",
+        "Prompts are solved always or never: take tasks between too hard and too easy.",
+        "Raise num_generations, or sample at temperature=1.0 without top_p, top_k and min_p.",
     ),
+    "dead_groups": ("Ask `ragen2-trl what-if` which setting would pay off.",),
+    "no_outcome": ("Map the key of one: --key KEY=reward or --key KEY=success.",),
+    "no_spread": ("TRL's GRPOTrainer logs both; elsewhere map a key: --key KEY=zero_variance.",),
+    "no_validity": ("TrainingHealthCallback(trainer, valid=...) logs valid answers; or map a key: --key KEY=valid.",),
+    "no_drift": ("Map the keys that hold them: --key KEY=entropy.",),
+    "no_count": ("Give their number: --completions N; TrainingHealthCallback logs it.",),
+    "averaged": ("Log each step (logging_steps=1) for an earlier and surer answer.",),
     "template_collapse": ("No reason to stop: on real runs success has gone on rising in this state.",),
     "low_entropy_collapse": ("No reason to stop: on real runs success has gone on rising in this state.",),
     "not_measured": ("Before training: trainer.add_callback(MutualInformationCallback(trainer)).",),
@@ -299,6 +327,46 @@ def _of_thought(last: AnswerEvidence) -> Finding | None:
 
 
 # Data
+
+
+def gap_findings(watch: Health, rows: Sequence[Mapping[str, Any]], knows_completions: bool = False) -> list[Finding]:
+    """What a log lacks for the judgement of `watch`, what is assumed in its place, and the setting that logs it.
+
+    Args:
+        watch: After all rows.
+        rows: Of the log.
+        knows_completions: Whether someone said how many completions a row is about.
+
+    >>> [found.name for found in gap_findings(Health(), [{"step": 1, "reward": 0.5, "frac_reward_zero_std": 0.3}])]
+    ['no_validity', 'no_drift']
+    """
+    found = [{watch.name_of(key): value for key, value in row.items() if is_number(value)} for row in rows]
+    names, said = {name for row in found for name in row}, dict[str, str]()
+    outcomes = [name for name in ("success", "reward") if name in names]
+    if not outcomes:
+        said["no_outcome"] = "No row has a reward or success: learning cannot be judged."
+    if not names & {"zero_variance", "reward_std", "kept"}:
+        said["no_spread"] = "No row has frac_reward_zero_std or reward_std: groups of equal rewards do not show."
+    if not (is_valid := names & {"valid", "valid_thinking"}):
+        by = " and ".join(outcomes) or "held-out success"
+        said["no_validity"] = f"No row has valid answers or closed reasoning: only {by} can show failing, late."
+    if lacking := [one.what for name, one in SIGNALS.items() if one.state == "drifting" and name not in names]:
+        said["no_drift"] = f"No row has {', '.join(lacking)}: drifting is judged without it."
+    if is_valid and not knows_completions and not any(COUNT in row for row in rows):
+        said["no_count"] = f"No row says how many completions it is about: {watch.completions} are assumed."
+    if all(row.get("step") is None for row in rows):
+        said["no_steps"] = "The log has no steps: each row counts as one generation."
+    elif watch.weight > 1:
+        how = "one a step (TRL's default; too many if steps reuse a generation)"
+        if any(GENERATION in row for row in rows):
+            how = f"by their number ({GENERATION})"
+        elif watch.steps_per_generation is not None:
+            how = f"one in {float(watch.steps_per_generation):g} steps"
+        said["averaged"] = f"A row averages several steps and counts as {watch.weight:.3g} generations, {how}."
+    dead = [row["zero_variance"] for row in found if "zero_variance" in row][-LATEST:]
+    if dead and (share := sum(dead) / len(dead)) >= DEAD and watch.state.name != "nothing_to_learn":
+        said["dead_groups"] = f"{share:.0%} of groups had equal rewards in the last {counted(len(dead), 'row')}."
+    return [replace(make("data", name, sentence), severity="note") for name, sentence in said.items()]
 
 
 def log_findings(rows: Sequence[Mapping[str, Any]], trained: int, problems: Iterable[str] = ()) -> list[Finding]:

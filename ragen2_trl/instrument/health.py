@@ -6,14 +6,15 @@ in sight (`research/results/real_runs.md`).
 
 Rows that reuse a generation count once, as one row whose value is their mean. A row begins a generation if it has
 another number of it (`snr/generation`) than the row before or, without that number, if it has a reward or the log has
-none so far: TRL logs rewards only at steps that sample. A row that averages several steps (`logging_steps`) counts as
-as many generations, one a step, unless it numbers them.
+none so far: TRL logs rewards only at steps that sample. A row that averages k steps (`logging_steps`) counts as their
+generations: by their numbers, else k divided by the steps of a generation, which is taken as TRL's default of one.
 """
 
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from operator import mul
 from typing import Any, Literal, NotRequired, TypedDict, TypeGuard
 
@@ -169,6 +170,7 @@ class Health:
     Args:
         keys: Further log keys, `*` for a part between slashes, by the names in `NAMES`.
         completions: Completions of a row that does not log them (`health/completions`).
+        steps_per_generation: Optimizer steps that train on one generation; `None` is taken as 1.
 
     Attributes:
         history: The states of the run in their order, the latest `MAX_HISTORY` of them; the last one is the present.
@@ -177,7 +179,12 @@ class Health:
         ValueError: If a key is mapped to another name, or `completions` is below 1.
     """
 
-    def __init__(self, keys: Mapping[str, str] | None = None, completions: int = COMPLETIONS):
+    def __init__(
+        self,
+        keys: Mapping[str, str] | None = None,
+        completions: int = COMPLETIONS,
+        steps_per_generation: float | Fraction | None = None,
+    ):
         for key, name in (keys or {}).items():
             if name not in NAMES:
                 raise ValueError(f"keys[{key!r}] must be one of {NAMES}, got {name!r}")
@@ -185,6 +192,7 @@ class Health:
             raise ValueError(f"completions must be at least 1, got {completions!r}")
         self.keys = {**KEYS, **(keys or {})}
         self.completions = completions
+        self.steps_per_generation = steps_per_generation
         self.history = [State("too_early", 0, "No rows yet.")]
         self._watches: dict[str, Watch] = {}
         self._progress = _Progress()
@@ -261,7 +269,8 @@ class Health:
         if is_number(number):
             self.weight = 1.0 if former is None else max(1.0, number - former)
         else:
-            self.weight = 1.0 if logged is None else max(1.0, self._step - logged)
+            steps = 1 if logged is None else self._step - logged
+            self.weight = max(1.0, steps / max(1.0, float(self.steps_per_generation or 1)))
         return True
 
     def name_of(self, key: str) -> str | None:
@@ -354,19 +363,22 @@ class Health:
 
 
 def health(
-    rows: Iterable[Mapping[str, Any]], keys: Mapping[str, str] | None = None, completions: int = COMPLETIONS
+    rows: Iterable[Mapping[str, Any]],
+    keys: Mapping[str, str] | None = None,
+    completions: int = COMPLETIONS,
+    steps_per_generation: float | Fraction | None = None,
 ) -> Health:
     """The state of a run after all its rows, and the history of its states.
 
     Args:
         rows: The rows of a log in their order, with any of the keys in `KEYS`.
-        keys, completions: See `Health`.
+        keys, completions, steps_per_generation: See `Health`.
 
     >>> rows = [{"step": s, "env/sokoban/valid_rate": 0.98 if s < 50 else 0.3} for s in range(60)]
     >>> print(health(rows, completions=128).state.sentence)
     Training: failing since step 52. Valid answers fell to 30% from 98% at step 4 (env/sokoban/valid_rate).
     """
-    watch = Health(keys, completions)
+    watch = Health(keys, completions, steps_per_generation)
     for row in rows:
         watch.update(row)
     return watch

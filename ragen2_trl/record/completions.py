@@ -19,14 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragen2_trl.columns import GENERATION
-from ragen2_trl.instrument.health import is_number
+from ragen2_trl.instrument.health import COUNT, SAME, is_number
 from ragen2_trl.messages import counted
+from ragen2_trl.metrics import GENERATION as LOGGED_GENERATION
 from ragen2_trl.record.files import STATE_FILE, measured_step, read_json
 from ragen2_trl.record.group_rewards import read_group_rewards
 from ragen2_trl.record.rows import (
     ALLOWED,
     MAX_ROWS,
     TABLES,
+    NoCompletionsError,
     Row,
     find_files,
     number,
@@ -34,7 +36,7 @@ from ragen2_trl.record.rows import (
     reward_columns,
 )
 from ragen2_trl.record.run import read_run
-from ragen2_trl.record.settings import reward_weights_of
+from ragen2_trl.record.settings import reward_weights_of, steps_per_generation
 from ragen2_trl.text import flatten
 
 Floats = NDArray[np.float64]
@@ -97,6 +99,20 @@ class CompletionLog:
         return int(self.rewards.shape[1])
 
     @property
+    def rows(self) -> list[dict[str, float]]:
+        """What a trainer logs of these rewards, a row for each step: the keys that `health` reads."""
+        rows = []
+        for place, step in enumerate(np.unique(self.steps).tolist(), start=1):
+            rewards = self.rewards[self.steps == step]
+            rewards = rewards[~np.isnan(rewards).all(axis=1)]
+            if len(rewards):
+                equal = np.nanmax(rewards, axis=1) - np.nanmin(rewards, axis=1) <= SAME
+                row = {LOGGED_GENERATION: place, COUNT: (~np.isnan(rewards)).sum(), "reward": np.nanmean(rewards)}
+                row |= {"reward_std": np.nanstd(rewards), "frac_reward_zero_std": equal.mean()}
+                rows.append({"step": step} | {key: float(value) for key, value in row.items()})
+        return rows
+
+    @property
     def generations(self) -> NDArray[np.int64]:
         """(N,) running number of each group's generation: as it was logged, else consecutive groups of a step."""
         starts = np.r_[True, self.steps[1:] != self.steps[:-1]]
@@ -140,8 +156,9 @@ def read_completion_log(
         count: Counts the tokens of a prompt and a completion; by default characters stand for them.
 
     Raises:
-        ValueError: If there is nothing to read, a value is of another kind, or no group is whole; one line that names
-            file, row and what is needed.
+        NoCompletionsError: If there are none.
+        ValueError: If a value is of another kind, or no group is whole; one line that names file, row and what is
+            needed.
         OSError: If a file cannot be read.
     """
     for name, value, least in (("num_generations", num_generations, 2), ("groups", groups_per_generation, 1)):
@@ -170,7 +187,7 @@ def read_completion_log(
     known = num_generations or _whole(settings.get("num_generations"))
     log = _grouped(str(path), reader.kept, reader.beginnings, names, weights, known, groups_per_generation, notes)
     if sampled := [name for name in SAMPLERS if settings.get(name)]:
-        notes.append(f"The run chose what it sampled ({', '.join(sampled)}): shares here speak for its choice.")
+        notes.append(f"The run chose what it sampled ({', '.join(sampled)}): shares here are of its choice.")
     if not set(functions) & set(names) and len(names) > 1 and not rewards:
         notes.append(f"Columns of numbers are taken as rewards: {', '.join(names)}; --rewards names others.")
     if len(names) > 1 and (reward_weights or of_run is None):  # only our runs save theirs
@@ -408,10 +425,8 @@ def _generations_said(
     """
     last = max((row["step"] for row in history if _whole(row.get("step"))), default=0)
     read = int(log.generations[-1]) + 1
-    layout = ("gradient_accumulation_steps", "steps_per_generation", "num_iterations")
-    micro, sampling, updates = (_whole(settings.get(name)) for name in layout)
-    if micro and sampling and updates:
-        total = -(-last * micro // (sampling * updates))
+    if each := steps_per_generation(settings):
+        total = -(-last // each)
         lost = f"{read} of {total} generations are read: TRL saves the latest one at each logging step."
         return [lost] if read < total else []
     steps = len(np.unique(log.steps))
@@ -494,7 +509,7 @@ def _recorded(
     """The rewards that a run of ours has recorded, which tell neither prompts nor lengths."""
     recorded = [(record.step, group) for record in read_group_rewards(path) for group in record.rewards]
     if not recorded:
-        raise ValueError(
+        raise NoCompletionsError(
             f"{str(path)!r} holds no completions; allowed: {ALLOWED}. TRL writes them with log_completions=True"
         )
     rows = [
@@ -503,6 +518,6 @@ def _recorded(
         for reward in group
     ]
     log = _grouped(str(path), rows, (), ("reward",), (1.0,), size, groups, notes)
-    notes.append("No completions are saved: the rewards of all groups are read, which tell neither prompt nor length.")
+    notes.append("No completions are saved: rewards of all groups are read, without prompts and lengths.")
     log = replace(log, by_function={}, lengths=None, prompt_lengths=None, unit="", knows_prompts=False)
     return replace(log, history=list(history), notes=notes)

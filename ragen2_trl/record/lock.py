@@ -33,7 +33,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     except Timeout:
         raise ValueError(
             f"output_dir={str(folder)!r} is in use by {_holder(path)}, whose run has not ended; allowed: another "
-            "folder, or this one once it has."
+            "folder, or this one after that run."
         ) from None
     except OSError as error:
         logger.warning(f"{folder} cannot be locked ({error}): nothing keeps another run from writing there, too.")

@@ -8,16 +8,26 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.messages import printable
+from ragen2_trl.messages import counted, printable
 from ragen2_trl.record.checks import check_history
+from ragen2_trl.record.completions import read_completion_log
 from ragen2_trl.record.files import HISTORY_FILE, MAX_BYTES, STATE_FILE, read_text
+from ragen2_trl.record.run import NoLogError, read_run
+from ragen2_trl.record.settings import steps_per_generation
 
 ALLOWED = (
     f"{STATE_FILE}, {HISTORY_FILE}, rows as lines of JSON, a CSV with a column of steps, a file of TensorBoard or "
     "Trackio, or the console output of TRL, verl or OpenRLHF"
+)
+# Logs in a folder, by preference: ms-swift's, W&B's copy of the console, a saved console, TensorBoard's, Trackio's.
+IN_FOLDERS = ("logging.jsonl", "**/files/output.log", "*.log", "*.out", "**/events.out.tfevents*", "*.db")
+HOW_TO_LOG = (
+    "TRL saves its log at checkpoints: set save_steps, or write the console output to a file (python train.py 2>&1 | "
+    "tee train.log) and give that file"
 )
 MAX_LINE = 2**20  # bytes of a printed row, which takes some 10,000
 _BLOCK = 2**16  # bytes read at a time
@@ -44,10 +54,47 @@ class Log:
     Args:
         rows: With `step` where the log tells it.
         notes: Sentences about what was left out or assumed.
+        steps_per_generation: Optimizer steps that train on one generation; `None` where the log does not tell.
     """
 
     rows: list[dict[str, Any]]
     notes: tuple[str, ...] = ()
+    steps_per_generation: Fraction | None = None
+
+
+def read_folder(folder: Path) -> Log:
+    """The rows of a run's folder: of its newest state or, before its first checkpoint, of a log file in it, or else
+    what its completions or recorded rewards tell.
+
+    Raises:
+        ValueError: If it holds none of these, or a state with a wrong value; the message is one line.
+        OSError: If a file cannot be read.
+    """
+    left, each = [], None
+    try:
+        run = read_run(folder)
+        each = steps_per_generation(run.settings)
+        if run.log_history:
+            return Log(run.log_history, steps_per_generation=each)
+    except NoLogError:
+        pass
+    for pattern in IN_FOLDERS:
+        files = filter(Path.is_file, folder.glob(pattern))
+        for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
+            try:
+                log = read_log(path)
+            except (ValueError, OSError) as error:
+                left.append(str(error))
+                continue
+            notes = (f"No checkpoint has log rows yet: {path.relative_to(folder)} is read.", *log.notes, *left)
+            return Log(log.rows, notes, each)
+    try:
+        rows = read_completion_log(folder).rows
+    except ValueError as error:
+        shown = " ".join([*left, *([str(error)] if (folder / "completions").is_dir() else [])])
+        raise ValueError(f"{str(folder)!r} holds no log rows. {HOW_TO_LOG}. {shown}".rstrip()) from error
+    said = f"No log rows are saved yet: rewards of {counted(len(rows), 'step')} are read from its completions."
+    return Log(rows, (f"{said} For length, entropy and valid answers: {HOW_TO_LOG}.", *left), each)
 
 
 def read_log(path: Path) -> Log:
@@ -63,7 +110,7 @@ def read_log(path: Path) -> Log:
         OSError: If it cannot be read.
     """
     if not path.is_file():
-        raise ValueError(f"{str(path)!r} is no file; allowed: {ALLOWED}.")
+        raise ValueError(f"{str(path)!r} is not a file or folder; allowed: {ALLOWED}, or the folder of a run.")
     with path.open("rb") as file:
         start = file.read(64)
     is_json = re.match(rb'\s*(\{\s*"|\[\s*\{)', start.removeprefix(codecs.BOM_UTF8))
@@ -85,8 +132,6 @@ def read_log(path: Path) -> Log:
         raise ValueError(f"{str(path)!r} holds no log rows; allowed: {ALLOWED}.")
     rows = _with_own_keys(rows)
     check_history(rows, str(path), "rows")
-    if not any(row.get("step") is not None for row in rows):
-        notes.append("The log has no steps: each row counts as one generation.")
     return Log(rows, tuple(notes))
 
 
@@ -180,7 +225,7 @@ def _read_tensorboard(path: Path) -> list[dict[str, Any]]:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
-        raise ValueError(f"{str(path)!r} is a file of TensorBoard: pip install tensorboard reads it.") from error
+        raise ValueError(f"{str(path)!r} is a TensorBoard file; reading it needs: pip install tensorboard") from error
     events = EventAccumulator(str(path), size_guidance={"scalars": 0})
     events.Reload()
     rows: dict[int, dict[str, Any]] = {}
@@ -203,7 +248,8 @@ def _read_trackio(path: Path, notes: list[str]) -> list[dict[str, Any]]:
             lines = database.execute("SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY step", [name])
             rows = [{**json.loads(metrics), "step": step} for step, metrics in lines]
     except (sqlite3.Error, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is no database of Trackio: {' '.join(str(error).split())[:200]}.") from error
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{str(path)!r} cannot be read as a Trackio database: {reason}.") from error
     if len(found) > 1:
         notes.append(f"Of {len(found)} runs the latest is read: {printable(str(name))[:80]}.")
     return [{key: value for key, value in row.items() if isinstance(value, int | float)} for row in rows]

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from ragen2_trl.columns import GENERATION, SUCCESS
 from ragen2_trl.record.checks import MAX_STEP
-from ragen2_trl.record.files import MEASUREMENTS, measured_step, read_text
+from ragen2_trl.record.files import MEASUREMENTS, STATE_FILE, measured_step, read_text
 from ragen2_trl.record.group_rewards import FILE as GROUP_REWARDS
 from ragen2_trl.text import check_text_or_messages
 
@@ -36,6 +36,11 @@ ALLOWED = (
     "*.parquet, *.jsonl, *.json or *.csv file with prompt and completion (input and output in verl's dumps)"
 )
 
+
+class NoCompletionsError(ValueError):
+    """A folder holds no completions, or a file something else."""
+
+
 Row = dict[str, Any]
 """`prompt` and `completion` (text, or messages as in TRL), `step` and `generation` (whole numbers, or `None`), and the
 other columns of the file under their own names."""
@@ -48,11 +53,11 @@ def find_files(path: Path) -> list[Path]:
         ValueError: If there is no file or folder, or a file of another form.
     """
     if path.is_file():
-        if path.suffix not in TABLES + LINES + SHEETS:
-            raise ValueError(f"{str(path)!r} is of another form; allowed: {ALLOWED}")
+        if path.suffix not in TABLES + LINES + SHEETS or path.name == STATE_FILE:
+            raise NoCompletionsError(f"{str(path)!r} has an unknown form; allowed: {ALLOWED}")
         return [path]
     if not path.is_dir():
-        raise ValueError(f"{str(path)!r} is no file or folder; allowed: {ALLOWED}")
+        raise ValueError(f"{str(path)!r} is not a file or folder; allowed: {ALLOWED}")
     is_recorded = (path / MEASUREMENTS / GROUP_REWARDS).is_file()  # other tables beside a record are somebody else's
     for folder in (path / "completions", *(() if is_recorded else (path,))):
         for suffix in (".parquet", ".jsonl", ".csv"):
@@ -156,7 +161,8 @@ def _rows_of(file: Path, notes: list[str] | None, pictures: bool) -> Iterator[Ro
         for name in ("prompt", "completion"):
             column = next((one for one in ALIASES[name] if one in row), None)
             if column is None:
-                raise ValueError(f"{where} must have {name}, got the columns {_line(', '.join(map(str, row)))}")
+                columns = _line(", ".join(map(str, row)))
+                raise NoCompletionsError(f"{where} must have {name}, got the columns {columns}")
             value = row.pop(column)
             check_text_or_messages(name, value, where, pictures)
             row[name] = value if isinstance(value, str) else list(map(_without_empty, value))
@@ -203,7 +209,7 @@ def _list(file: Path) -> Iterator[Row]:
         rows = json.loads(read_text(file))
         json.dumps(rows, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file.name} must be a list of objects of JSON: {error}") from error
+        raise NoCompletionsError(f"{file.name} must be a list of objects of JSON: {error}") from error
     yield from (_object(row, place, file) for place, row in enumerate(rows))
 
 

@@ -40,7 +40,7 @@ from ragen2_trl.record.files import (
 )
 from ragen2_trl.record.held_out import HeldOutCurve, curves_of
 from ragen2_trl.record.rows import find_files
-from ragen2_trl.record.settings import settings_of, settings_of_state, versions_of_packages
+from ragen2_trl.record.settings import settings_of, settings_of_state, steps_per_generation, versions_of_packages
 
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
 MAX_CURVES = 8  # tasks
@@ -54,6 +54,10 @@ NO_SETTINGS = (
     f"No {DIAGNOSTICS}/{RUN_FILE} was left: of the settings only those in the trainer's state are known. Before "
     "training: trainer.add_callback(MutualInformationCallback(trainer))"
 )
+
+
+class NoLogError(ValueError):
+    """A folder holds no log of a run."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ class Run:
     @cached_property
     def health(self) -> Health:
         """The states of training, by the log rows."""
-        return health(self.log_history, self.health_keys)
+        return health(self.log_history, self.health_keys, steps_per_generation=steps_per_generation(self.settings))
 
     @cached_property
     def answers(self) -> list[AnswerEvidence]:
@@ -272,12 +276,12 @@ def read_run(folder: Path) -> Run:
     A folder of episodes, or of a diagnosis, is a run that never trained.
 
     Raises:
-        ValueError: If `folder` holds no log of a run, or a file there another value than it should; the message is
-            one line that names the file and the field.
+        NoLogError: If `folder` holds no log of a run.
+        ValueError: If a file there has a wrong value; the message is one line that names the file and the field.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{str(folder)!r} is no folder; allowed: the output_dir of a trainer.")
+        raise ValueError(f"{str(folder)!r} is not a folder; allowed: the output_dir of a trainer.")
     paths = list(folder.glob(f"checkpoint-*/{STATE_FILE}"))
     states = [state for path in paths if (state := _read_state(path))]
     newest = max(states, key=lambda state: state["global_step"], default=None)
@@ -293,7 +297,7 @@ def read_run(folder: Path) -> Run:
         diagnosis = read_json(folder / DIAGNOSIS_FILE, dict)
         if diagnosis is not None:
             return _diagnosed(folder, diagnosis)
-        raise ValueError(
+        raise NoLogError(
             f"{str(folder)!r} holds no log of a run; allowed: the output_dir of a trainer, with "
             f"{DIAGNOSTICS}/{STATE_FILE}, {HISTORY_FILE} or checkpoint-*/{STATE_FILE}, or of a diagnosis, with "
             f"{DIAGNOSIS_FILE}."

@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,15 @@ def reward_weights_of(settings: Mapping[str, Any], names: Sequence[str]) -> list
     if not isinstance(weights, list) or len(weights) != len(functions) or not all(map(is_number, weights)):
         return None
     return [float(weights[functions.index(name)]) for name in names]
+
+
+def steps_per_generation(settings: Mapping[str, Any]) -> Fraction | None:
+    """Optimizer steps that train on one generation, of the settings of a run or the fields of TRL's configuration;
+    `None` where they do not tell."""
+    names = ("steps_per_generation", "num_iterations", "gradient_accumulation_steps")
+    sampling, updates, micro = (settings.get(name) for name in names)
+    known = all(isinstance(value, int) and value > 0 for value in (sampling, updates, micro))
+    return Fraction(sampling * updates, micro) if known else None  # type: ignore[operator]
 
 
 def has_effect(name: str, value: Any) -> bool:

@@ -95,7 +95,7 @@ class TextRollout:
     def __call__(self, prompts: list[Messages], trainer: Any) -> dict[str, Any]:
         """TRL's contract: ids of prompts and completions, log-probs, and columns for the reward functions."""
         if self._rows is None:
-            raise ValueError(f"rollout_func must be attached, call attach(trainer) on it: {type(trainer).__name__}")
+            raise ValueError(f"rollout_func is not attached to the {type(trainer).__name__}: call its attach(trainer)")
         tokenizer = trainer._tokenizer  # of a vision-language model, too
         chat = Chat(
             tokenizer,

@@ -258,9 +258,9 @@ class GroupQueue:
         if self._dropped and self._waited > silent_after_s:
             raise RuntimeError(
                 f"the rollout worker has sent nothing for {self._waited:.0f} s, and the {self._dropped} groups before "
-                "that were dropped: it may wait for newer weights, for which the trainer needs groups. What would "
-                "change that: a larger max_staleness, snr_strategy='lossless', which drops no group, or a larger "
-                f"heartbeat_stale_after_s (now {silent_after_s:g}) where sampling takes that long."
+                "that were dropped: it may wait for newer weights, for which the trainer needs groups. Set a larger "
+                "max_staleness, or snr_strategy='lossless', which drops no group; if sampling takes that long, a "
+                f"larger heartbeat_stale_after_s (now {silent_after_s:g})."
             )
 
     def state(self) -> QueueState:

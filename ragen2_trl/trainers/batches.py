@@ -236,14 +236,14 @@ def _are_by_row(key: str, values: list[Any], rows: list[int]) -> bool:
     missing = [number for number, value in enumerate(values) if value is None]
     if 0 < len(missing) < len(values):
         raise ValueError(
-            f"{key!r} is missing in the batches {missing} of {len(values)}; allowed: a key in all of them or in none, "
-            f"or one of {IMAGE_KEYS} where there are images."
+            f"{key!r} is missing in batches {missing} of {len(values)}; allowed: a key in all batches or in none, or "
+            f"one of {IMAGE_KEYS} in batches with images."
         )
     by_row = [_is_by_row(key, value, size) for value, size in zip(values, rows, strict=True)]
     kinds = {type(value).__name__ if is_by_row else "scalar" for value, is_by_row in zip(values, by_row, strict=True)}
     if any(by_row) and len(kinds) > 1:
         raise ValueError(
-            f"{key!r} is a {' and a '.join(sorted(kinds))} in different batches; allowed: the same in all."
+            f"{key!r} is a {' and a '.join(sorted(kinds))} in different batches; allowed: one type in all of them."
         )
     return all(by_row)
 
@@ -305,8 +305,8 @@ def _concatenate(key: str, parts: list[Batch], side: str | None, widths: Widths,
     shapes = [tuple(value.shape) for value in padded]
     if len({shape[1:] for shape in shapes}) > 1:
         raise ValueError(
-            f"{key!r} has the shapes {[tuple(part[key].shape) for part in parts]}; allowed: as wide as the "
-            "completions, the prompts or both in each batch, or the same shape in all except for the number of rows."
+            f"{key!r} has the shapes {[tuple(part[key].shape) for part in parts]}; allowed: the width of prompts, of "
+            "completions or of both together in every batch, or equal dimensions but for the first."
         )
     return torch.cat(padded)
 

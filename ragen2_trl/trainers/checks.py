@@ -105,7 +105,7 @@ def shares_prompts(trainer: Any) -> bool:
     if wanted and args.snr_share_prompts and reason:
         raise ValueError(f"snr_share_prompts=True: {reason}; allowed: False.")
     if wanted and reason:
-        logger.warning(f"Prompts are computed once per completion, not once per group: {reason}.")
+        logger.warning(f"Prompts are not shared, each is computed once per completion: {reason}.")
     elif wanted and dropout:
         logger.warning(f"Dropout of {dropout:g} is drawn once per prompt (snr_share_prompts=True).")
     return bool(wanted and reason is None)
@@ -159,10 +159,10 @@ def warn_of_equal_rows(train_dataset: Dataset | IterableDataset | None) -> None:
     first, *others = train_dataset.select(range(min(len(train_dataset), EQUAL_ROWS)))
     if all(row == first for row in others):
         logger.warning(
-            f"The first {len(others) + 1} rows of train_dataset are the same. If the environment draws its state "
-            "itself, the completions of a group begin in different ones: each is another task, and the variance "
-            "that groups are kept for is partly luck. Give each row a seed, and let `reset(seed, **row)` or the "
-            "rollout function draw from that: see docs/your_own_environment.md, 'Environments that draw their state'."
+            f"The first {len(others) + 1} rows of train_dataset are the same. If the environment draws its own state, "
+            "the completions of a group solve different tasks, and their reward variance is partly luck. Give each "
+            "row a seed, and draw the state from it in `reset(seed, **row)` or the rollout function: see "
+            "docs/your_own_environment.md, 'Environments that draw their state'."
         )
 
 
@@ -239,9 +239,8 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig, pilots: int) -> N
     for name, value in rounds.items():
         if value > 0 and own <= overridden(trainer_class):
             raise TypeError(
-                f"{name}={value} makes a batch of several rounds, and what "
-                f"{trainer_class.__name__}._calculate_rewards leaves for its own _generate_and_score_completions is "
-                "of the last round; allowed with both of them overridden: 0."
+                f"{name}={value} samples a batch in several rounds, but {trainer_class.__name__}._calculate_rewards "
+                "hands only the last round to its _generate_and_score_completions; allowed with both overridden: 0."
             )
     if pilots and "_generate" in overridden(trainer_class):
         raise TypeError(

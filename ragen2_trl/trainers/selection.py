@@ -283,9 +283,9 @@ class Strategy:
                 # accelerate's needs a process that trains, and a log is also replayed without one.
                 log = logger if PartialState._shared_state else logging.getLogger(__name__)
                 log.warning(
-                    f"A reward sum of {largest:g} is beyond {LARGEST_REWARD:g}, whose square is infinite in float32: "
-                    "TRL's deviation of such a group is infinite and its advantages are 0, and the filter, which "
-                    "ranks by variance in float64, keeps it in place of all others."
+                    f"A reward sum of {largest:g} is above {LARGEST_REWARD:g}: its square is infinite in float32, "
+                    "so that TRL's advantages of the group are 0, while the filter ranks its variance in float64 and "
+                    "keeps it in place of all others. Scale the rewards down."
                 )
             self.reward_range = min(low, valid.min().item()), max(high, valid.max().item())
         return self.reward_range

@@ -77,8 +77,8 @@ class SharedPrompts:
         if is_wide and self.serves is not False and not self._told_width:
             self._told_width = True
             logger.warning(
-                f"Prompts are computed once per completion in rows of {tokens} columns or more, with their padding: "
-                f"there the width decides on rotary embeddings of {type(self.config).__name__} (rope_type={kind!r})."
+                f"Prompts are not shared in rows of {tokens} columns or more: their width, padding included, sets the "
+                f"rotary embeddings of {type(self.config).__name__} (rope_type={kind!r})."
             )
         if self.serves is False or (self.serves and (window == math.inf or self.checked > window)):
             return
@@ -93,8 +93,8 @@ class SharedPrompts:
             self.serves = False
             name = type(self.accelerator.unwrap_model(model)).__name__
             logger.warning(
-                f"Prompts are computed once per completion, not once per group: {name}, "
-                f"{reason or 'another process has found a difference'}. snr_share_prompts=False says so beforehand."
+                f"Prompts are not shared, each is computed once per completion: {name}, "
+                f"{reason or 'another process has found a difference'}. snr_share_prompts=False silences this."
             )
         else:
             self.serves, self.checked = True, longest

@@ -336,5 +336,5 @@ def problem_of(source: Row) -> str:
     """
     problem = source["problem"]
     if not isinstance(problem, str) or not problem.strip():
-        raise ValueError(f"column 'problem' must be a text that is not empty, got {problem!r}")
+        raise ValueError(f"column 'problem' must be a non-empty text, got {problem!r}")
     return problem

@@ -126,7 +126,7 @@ class RagenProtocol(Environment):
     ) -> Dataset:
         """As `Environment.dataset`; tasks by RAGEN's seeds have no end."""
         if num_prompts is None and data is not None and self.split == "ragen2":
-            raise ValueError("num_prompts must be given where split='ragen2' has no end, got None")
+            raise ValueError("num_prompts must be given for split='ragen2', which has no end, got None")
         return super().dataset(num_prompts, seed, split, data)
 
     def source(self, data: str | None, hub: str) -> str:
@@ -245,7 +245,7 @@ class RagenGrid(RagenProtocol):
             or " " in symbols
         ):
             raise ValueError(
-                f"symbols must be {len(usual)} different ones, none a space, in place of {usual!r}, got {symbols!r}"
+                f"symbols must be {len(usual)} different characters without spaces, like {usual!r}, got {symbols!r}"
             )
         self.legend = dict(zip(symbols, self.meanings.values(), strict=True))
         self.symbols = str.maketrans(usual, symbols)

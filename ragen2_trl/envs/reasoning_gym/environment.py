@@ -76,7 +76,7 @@ class Scorer:
         except ValueError:  # not a number, but an error's name
             if task not in self._failed:
                 self._failed.add(task)
-                logger.warning("The scorer of task=%r failed over an answer, which is worth 0: %s", task, said)
+                logger.warning("The scorer of task=%r failed on an answer, which counts as 0: %s", task, said)
             return 0.0
 
     def _leave(self) -> None:
@@ -238,21 +238,21 @@ class ReasoningGym(Environment):
         check_choice("task", task, sorted(DATASETS))
         if task == "composite":
             raise ValueError(
-                "task must be one generator of reasoning_gym, whose scorer can be read, got 'composite', whose parts "
-                "score by scorers of their own; allowed: each part as a task"
+                "task must be a single generator of reasoning_gym, got 'composite', which mixes several scorers; "
+                "allowed: each part as a task"
             )
         fixed = sorted({"seed", "size"} & set(config or {}))
         if fixed:
-            raise ValueError(f"config of reasoning_gym must leave {fixed} to num_prompts and seed, got {config!r}")
+            raise ValueError(f"config of reasoning_gym must not set {fixed} (num_prompts and seed do), got {config!r}")
         self.task = task
         self.config = json.dumps(dict(config or {}))
         try:
             items = scorer.generator(task, self.config)
         except (AssertionError, TypeError, ValueError) as error:  # by which its configurations refuse settings
-            raise ValueError(f"config={self.config} is not for task={task!r} of reasoning_gym: {error}") from error
+            raise ValueError(f"config={self.config} does not fit task={task!r} of reasoning_gym: {error}") from error
         if unsafe := sorted(evaluating_functions(items.score_answer)):
             raise ValueError(
-                f"task must be one whose scorer reads answers as text, got {task!r}, which runs them by {unsafe}"
+                f"task must have a scorer that reads answers as text, got {task!r}, which runs them by {unsafe}"
             )
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:

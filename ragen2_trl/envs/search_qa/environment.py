@@ -155,7 +155,7 @@ class SearchQAEpisode(Episode):
         self._queries: list[str] = []
         self._found = ""
         if searches and retriever is None and not self._passages:
-            raise ValueError("column 'passages' must hold passages where there is no corpus to search, got none")
+            raise ValueError("column 'passages' must hold passages if there is no corpus to search, got none")
 
     def observation(self) -> str:
         question = f"Question: {plain_text(self.question)}"
@@ -356,7 +356,7 @@ def check_hotpot_row(row: Row) -> None:
     """Raises a `ValueError` that names the column unless the row has HotpotQA's schema."""
     for column in ("question", "answer"):
         if not isinstance(row.get(column), str) or not row[column].strip():
-            raise ValueError(f"column {column!r} must be a text that is not empty, got {row.get(column)!r}")
+            raise ValueError(f"column {column!r} must be a non-empty text, got {row.get(column)!r}")
     for column, keys in {"context": ("title", "sentences"), "supporting_facts": ("title", "sent_id")}.items():
         value = row.get(column)
         lists = [value.get(key) for key in keys] if isinstance(value, Mapping) else [None]

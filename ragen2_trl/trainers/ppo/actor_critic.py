@@ -30,8 +30,8 @@ class ActorCritic(StockTrainer):
             value_model = value_model or self.model.config._name_or_path
             if not value_model:
                 raise ValueError(
-                    "value_model=None, and the policy was not loaded from a folder or the Hub, where a critic could "
-                    "begin; allowed with value_head='separate': a path, a Hub id or a model as value_model."
+                    "value_model=None, and the policy was not loaded from a folder or the Hub: the critic of "
+                    "value_head='separate' has no weights to start from; allowed: a path, a Hub id or a model."
                 )
         elif value_model is not None:
             raise ValueError("value_model is given and value_head='shared'; allowed with it: value_head='separate'.")
