@@ -449,6 +449,19 @@ def test_stale_and_oversize_rows_are_done(policy_path, tmp_path):
     assert not trainer._groups.ledger.rows.keys() & {0, 1}
 
 
+def test_a_group_is_as_stale_as_its_first_row(policy_path, tmp_path):
+    rows = [row for number in range(8) for row in rows_of_group(number, LIVE)]
+    for row in rows[1::4]:
+        row.model_version = 1
+    first = trained_with(policy_path, tmp_path, rows)
+    staleness = [row["snr/sampled_staleness"] for row in first.state.log_history if "snr/sampled_staleness" in row]
+    for row in rows[::4]:
+        row.model_version = -3
+    stale = trained_with(policy_path, tmp_path, rows)
+    later = [row["snr/sampled_staleness"] for row in stale.state.log_history if "snr/sampled_staleness" in row]
+    assert later == [one + 3 for one in staleness] and staleness
+
+
 @pytest.mark.parametrize("strategy", ["nonzero", "lossless", "all"])
 def test_an_epoch_ends_when_its_data_have_been_seen(policy_path, tmp_path, strategy):
     server = Server()

@@ -16,6 +16,7 @@ from ragen2_trl.envs import format_response
 from ragen2_trl.envs.countdown import (
     MAX_CHARS,
     Countdown,
+    checked_row,
     numbers_of,
     parse_expression,
     random_tree,
@@ -264,3 +265,10 @@ def test_local_data_loads_without_what_cannot_be_solved_and_is_split_by_task(tas
     play = env.play(train[0], rng)
     play.respond(format_response(*play.episode.plan(rng)))
     assert play.outcome.success
+
+
+@pytest.mark.parametrize("changed", [{"target": 1001}, {"target": 0}, {"nums": [3, 1001]}, {"nums": [0, 3]}])
+def test_numbers_of_a_task_are_from_1_to_1000(changed):
+    assert checked_row({**ROW, "nums": [1, 1000], "target": 1000}) == ([1, 1000], 1000)
+    with pytest.raises(ValueError, match="1 to 1000"):
+        checked_row({**ROW, **changed})

@@ -81,6 +81,12 @@ NO_SIGNAL = {
 }
 
 
+def test_why_a_run_is_flat_is_told_of_its_latest_rows():
+    rows = [{"step": step, "reward": float(step > 0), "frac_reward_zero_std": 1.0} for step in range(6)]
+    assert health(rows[:5]).state.why.startswith("All completions of a group")
+    assert health(rows).state.why.startswith("Every group got the same reward, 1")
+
+
 @pytest.mark.parametrize("case", NO_SIGNAL)
 def test_five_rows_that_teach_nothing_are_flat_and_why_is_said(case):
     row, why = NO_SIGNAL[case]

@@ -325,3 +325,26 @@ def test_the_prior_is_learned_from_pilots_alone():
     biased = RewardPosterior(4000, 1e9)
     biased.observe(np.arange(4000), rewards, np.ones(4000, dtype=bool))
     assert biased._prior()[1] < variance
+
+
+def test_the_oldest_prompt_is_as_old_as_the_last_draw_of_it_or_the_run():
+    chosen = selection(num_rows=16)
+    for step in range(1, 4):
+        rows = step_of(chosen, 4)
+        chosen.learn(np.zeros((4, GROUP)), 0)
+        assert len(rows) == 4 and chosen.metrics()["oldest_unseen"] == 4 * step
+
+
+def test_missed_variance_fades_with_memory():
+    chosen, rng = pilots.Pilots(count=2, size=4, groups=8, seed=0), np.random.default_rng(0)
+    held = np.zeros(3)
+    for _ in range(4):
+        rewards = (rng.random((8, 4)) < 0.5).astype(float)
+        in_full = rng.random(8) < 0.8
+        choice = pilots.Choice(in_full, in_full & (rng.random(8) < 0.4))
+        variances = rewards.var(axis=1, ddof=1)
+        latest = choice.audited.sum(), variances[choice.audited].sum() / pilots.AUDIT
+        held = held * (pilots.MEMORY - 1) / pilots.MEMORY + [*latest, variances[choice.committed].sum()]
+        chosen.learn(rewards, choice)
+        _, missed, found = held
+        assert chosen.metrics()["missed_variance"] == pytest.approx(missed / (missed + found))

@@ -683,3 +683,47 @@ def test_trl_would_compute_old_log_probs_of_the_first_round_alone(policy_path, t
     trainer.train()
     computed, plain = zip(*counted, strict=True)
     assert sum(map(bool, plain)) == 1 < sum(map(bool, computed))
+
+
+# Kernels of a GPU, whose calls are answered by plain loops
+
+
+def attended(query, key, value, ends, key_ends, most, most_keys, dropout, causal, debug, scale, **windows):
+    """What `aten._flash_attention_forward` gives, here for causal attention without dropout alone."""
+    assert (dropout, causal, debug) == (0.0, True, False)
+    assert (most, most_keys) == (int(ends.diff().max()), int(key_ends.diff().max()))
+    left, right = windows.get("window_size_left", -1), windows.get("window_size_right", -1)
+    assert (left < 0) == (right < 0)
+    out, heads = torch.zeros_like(query), query.size(1) // key.size(1)
+    for part in range(len(ends) - 1):
+        before, keys = key_ends[part], key_ends[part + 1] - key_ends[part]
+        for place in range(ends[part], ends[part + 1]):
+            last = keys - (ends[part + 1] - place)  # bottom-right causal
+            first = 0 if left < 0 else max(0, last - left)
+            for head in range(query.size(1)):
+                seen = slice(before + first, before + last + 1), head // heads
+                weights = (key[seen] @ query[place, head] * scale).softmax(0)
+                out[place, head] = weights @ value[seen]
+    return out, None
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_one_call_for_all_segments_attends_as_a_call_for_each_part(window, monkeypatch):
+    ids = torch.arange(1, 13).repeat(4, 1)
+    rows = (ids, 4, [8, 8, 5, 1], [4, 2, 1, 3], [0, 0, 1, 2], [window])
+    whole, apart_ = (prompt_tree.build_tree(*rows, uses_flash=flash).branches for flash in (True, False))
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(len(whole.index), heads, 4, generator=draw) for heads in (4, 2, 2))
+    query = query[: int(whole.queries[-1])]
+    monkeypatch.setattr(prompt_tree, "_varlen_attn", lambda: None)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attended)
+    flash = prompt_tree._flash(query, key[whole.index], value[whole.index], whole, 0.3, window)
+    parts = prompt_tree._by_part(query, key[apart_.index], value[apart_.index], apart_, 0.3, window)
+    assert torch.allclose(flash, parts, atol=1e-6)
+
+
+def test_a_tree_refuses_dropout_of_attention():
+    tree = prompt_tree.build_tree(torch.arange(6)[None], 2, [4], [2], [0], [None], uses_flash=False)
+    heads = [torch.zeros(1, 2, tree.ids.size(1), 4)] * 3
+    with pytest.raises(ValueError, match="dropout"):
+        prompt_tree._attention("sdpa", None, *heads, None, prompt_tree=tree.branches, dropout=0.1)
