@@ -111,7 +111,7 @@ TO_A_MODEL = {
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("runs/none", "neither a folder nor a Hub model id"),
+        ("runs/none", "no such folder"),
         ("./none", "neither a folder nor a Hub model id"),
         ("a/b/c", "neither a folder nor a Hub model id"),
         ("runs/unfinished", "checkpoint-5"),

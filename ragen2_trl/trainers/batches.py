@@ -236,8 +236,8 @@ def _are_by_row(key: str, values: list[Any], rows: list[int]) -> bool:
     missing = [number for number, value in enumerate(values) if value is None]
     if 0 < len(missing) < len(values):
         raise ValueError(
-            f"{key!r} is missing in batches {missing} of {len(values)}; allowed: a key in all batches or in none, or "
-            f"one of {IMAGE_KEYS} in batches with images."
+            f"{key!r} is missing in the batches {missing} of {len(values)}; allowed: a key in all of them or in none, "
+            f"or one of {IMAGE_KEYS} in batches with images."
         )
     by_row = [_is_by_row(key, value, size) for value, size in zip(values, rows, strict=True)]
     kinds = {type(value).__name__ if is_by_row else "scalar" for value, is_by_row in zip(values, by_row, strict=True)}
