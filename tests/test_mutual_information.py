@@ -591,7 +591,7 @@ def test_a_run_scores_what_its_budget_pays_for_and_trains_as_without(policy_path
         assert row["mi/first_turn/num_completions"] == 16
     told = [text for text in warnings_of(caplog) if "budget=None scores all" in text]
     assert len(told) == 2  # once a run
-    assert "the first 4 tokens of each trace under 4 prompts" in told[1]
+    assert "the first 4 tokens of each trace under at most 4 prompts" in told[1]
 
 
 def test_a_cut_trace_is_scored_as_if_it_ended_there(policy_path, make_args, small_limits):

@@ -282,5 +282,5 @@ def test_a_folder_s_files_come_by_step_without_episodes_and_controls(tmp_path):
     for name in ("completions.parquet", "completions_control.parquet"):
         (tmp_path / name).touch()
     assert [file.name for file in find_files(tmp_path)] == ["completions.parquet"]
-    with pytest.raises(ValueError, match="no file or folder"):
+    with pytest.raises(ValueError, match="none' is not a file"):
         find_files(tmp_path / "none")

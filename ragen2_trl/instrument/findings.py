@@ -337,7 +337,7 @@ def gap_findings(watch: Health, rows: Sequence[Mapping[str, Any]], knows_complet
         rows: Of the log.
         knows_completions: Whether someone said how many completions a row is about.
 
-    >>> [found.name for found in gap_findings(Health(), [{"step": 1, "reward": 0.5, "frac_reward_zero_std": 0.3}])]
+    >>> [found.name for found in gap_findings(Health(), [{"step": 1, "reward": 0.5, "frac_reward_zero_std": 0.1}])]
     ['no_validity', 'no_drift']
     """
     found = [{watch.name_of(key): value for key, value in row.items() if is_number(value)} for row in rows]
