@@ -215,7 +215,7 @@ def test_all_claims_are_drawn_and_told_on_a_screen_and_a_page_each(tmp_path, rec
         page = (tmp_path / f"{one.id}.md").read_text()
         assert one.claim.rstrip(".") in page and page.count("![") == len(one.figures)
         assert "| no number |" not in page and not re.search(r"\bnan\b", page)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 11e6
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 12e6
     assert not [one for one in recwarn if "constrained_layout" in str(one.message)]
     assert len(Store(tmp_path).done()) > 400
 
