@@ -1,6 +1,8 @@
-"""Draw README's chart from the stored measurements of `lossless`: the bars are its updates, the line is plain TRL's.
+"""Draw README's chart, docs/lossless.png, from the stored measurements of `lossless`.
 
-python scripts/draw_lossless.py
+    python scripts/draw_lossless.py
+
+Bars are updates of `lossless`, the line is plain TRL's.
 """
 
 import re

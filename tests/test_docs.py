@@ -24,6 +24,8 @@ from markdown_it import MarkdownIt
 from pages import DOCS, ON_THE_HUB, PAGES, make_small, run_page, scripts
 
 from ragen2_trl import cli
+from ragen2_trl.instrument.findings import PAGES as PAGES_OF_FINDINGS
+from ragen2_trl.instrument.findings import SECTIONS
 
 pytestmark = pytest.mark.slow
 
@@ -139,3 +141,11 @@ def test_tables_have_rows_of_one_length():
                 width = [len(re.findall(r"(?<!\\)\|", one)) for one in (above, line)]
                 uneven += [(page, line)] if width[0] != width[1] else []
     assert uneven == []
+
+
+def test_what_findings_tell_to_do_leads_to_a_section():
+    targets = [*PAGES_OF_FINDINGS.values(), *(f"does_not_learn.md#{section}" for section in SECTIONS.values())]
+    for target in targets:
+        page, _, anchor = target.partition("#")
+        assert not anchor or anchor in anchors(DOCS / page), target
+        assert (DOCS / page).is_file()

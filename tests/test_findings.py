@@ -236,7 +236,7 @@ TABLE = {
         run_with(rows(0.0, 0.0, 0.0, **{"snr/kept_fraction": 0.0, "snr/empty_steps": 0.0})),
         {"steps": ("", "3", "", "no group kept in 3 of 3 logged"), "snr/kept_fraction": ("0.0%", "0.0%", "", "")},
     ),
-    "what is no finite number is no fact": (
+    "a number that is not finite is left out": (
         run_with(rows(0.5, math.nan, 0.5, entropy=math.nan)),
         {"reward_in_training": ("0.500", "0.500", "0.500 (step 1)", "")},
     ),

@@ -18,6 +18,7 @@ from ragen2_trl import (
     SNRFilteredPPOTrainer,
 )
 from ragen2_trl.metrics import FAMILIES, METRICS, metric
+from scripts import draw_lossless
 from scripts.make_metrics_page import PAGE, table, with_tables
 
 
@@ -85,3 +86,10 @@ def test_what_is_shown_by_default_is_what_the_page_says(policy_path, prompts, tm
     trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=3))
     trainer.train()
     assert shown.keys == re.findall(r"^\| `([^`]+)` \|", table("shown"), re.MULTILINE)
+
+
+def test_every_bar_of_the_chart_is_a_stored_ratio():
+    stored, (axes,) = draw_lossless.measured(), draw_lossless.draw().axes
+    drawn = [round(bar.get_width(), 2) for bar in axes.patches]
+    shapes = draw_lossless.SHAPES
+    assert drawn == [stored[shape, dead][0] for dead in draw_lossless.DEAD for shape in shapes] and len(drawn) == 15

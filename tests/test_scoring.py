@@ -23,13 +23,18 @@ from ragen2_trl.instrument import scoring
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens, cross_score
 
 
-@st.composite
-def batches(draw):
-    """Prompts and completions, some of them twice, with what may be passed along."""
+def prompts_and_completions(draw):
+    """Ids of both, and of the prompts perhaps one twice."""
     seed = draw(st.integers(0, 999))
     prompts = random_ids(*draw(st.lists(st.integers(1, 24), min_size=1, max_size=4)), seed=seed)
     completions = random_ids(*draw(st.lists(st.integers(1, 14), min_size=1, max_size=4)), seed=seed + 1)
-    prompts += draw(st.lists(st.sampled_from(prompts), max_size=1))
+    return prompts + draw(st.lists(st.sampled_from(prompts), max_size=1)), completions
+
+
+@st.composite
+def batches(draw):
+    """Prompts and completions, some of them twice, with what may be passed along."""
+    prompts, completions = prompts_and_completions(draw)
     # Of id 0, which padding has too, and some twice.
     completions += draw(st.lists(st.sampled_from([*completions, [0], [3, 0, 0]]), max_size=2))
     options = {"temperature": draw(st.sampled_from([1.0, 0.6, 1.7]))}
@@ -232,10 +237,7 @@ def test_a_pair_may_fill_the_context():
 @st.composite
 def some_pairs(draw):
     """Prompts and completions, some of them twice, and the prompts of each completion."""
-    seed = draw(st.integers(0, 999))
-    prompts = random_ids(*draw(st.lists(st.integers(1, 20), min_size=1, max_size=4)), seed=seed)
-    completions = random_ids(*draw(st.lists(st.integers(1, 12), min_size=1, max_size=5)), seed=seed + 1)
-    prompts += draw(st.lists(st.sampled_from(prompts), max_size=1))
+    prompts, completions = prompts_and_completions(draw)
     completions += draw(st.lists(st.sampled_from(completions), max_size=1))
     some = st.sets(st.integers(0, len(prompts) - 1), min_size=1)
     return prompts, completions, [draw(some) for _ in completions], draw(st.sampled_from([None, 9]))

@@ -222,3 +222,11 @@ def test_what_may_end_training_is_checked(policy_path, prompts, make_args, stop_
             TrainingHealthCallback(trainer, stop_on=stop_on)
     else:
         assert TrainingHealthCallback(trainer, stop_on=stop_on).stop_on == {"failing"}
+
+
+@pytest.mark.parametrize(("settings", "steps"), [({}, 1), ({"num_iterations": 2}, 2)])
+def test_steps_that_reuse_a_generation_are_known_from_the_arguments(policy_path, prompts, make_args, settings, steps):
+    trainer = GRPOTrainer(policy_path, reward, args=make_args(snr=False, **settings), train_dataset=prompts)
+    callback = TrainingHealthCallback(trainer)
+    callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+    assert callback.health.steps_per_generation == steps

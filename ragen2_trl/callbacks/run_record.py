@@ -291,7 +291,7 @@ class RunRecord(TrainerCallback):
         if files and "generated_from_trainer" not in card:
             logger.warning(
                 f"{repo_id} on the Hub holds {', '.join(sorted(files)[:5])}, not written by a trainer. Uploads "
-                "replace README.md and files that are named like those of this run. Other files stay, and the "
+                "replace README.md and files of the same names. Other files stay, and the "
                 "repository's history keeps all of them."
             )
 

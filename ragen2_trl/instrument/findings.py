@@ -351,7 +351,7 @@ def gap_findings(watch: Health, rows: Sequence[Mapping[str, Any]], knows_complet
         by = " and ".join(outcomes) or "held-out success"
         said["no_validity"] = f"No row has valid answers or closed reasoning: only {by} can show failing, late."
     if lacking := [one.what for name, one in SIGNALS.items() if one.state == "drifting" and name not in names]:
-        said["no_drift"] = f"No row has {', '.join(lacking)}: drifting is judged without it."
+        said["no_drift"] = f"No row has {', '.join(lacking)}: drifting is judged without these."
     if is_valid and not knows_completions and not any(COUNT in row for row in rows):
         said["no_count"] = f"No row says how many completions it is about: {watch.completions} are assumed."
     if all(row.get("step") is None for row in rows):

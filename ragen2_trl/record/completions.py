@@ -187,7 +187,7 @@ def read_completion_log(
     known = num_generations or _whole(settings.get("num_generations"))
     log = _grouped(str(path), reader.kept, reader.beginnings, names, weights, known, groups_per_generation, notes)
     if sampled := [name for name in SAMPLERS if settings.get(name)]:
-        notes.append(f"The run chose what it sampled ({', '.join(sampled)}): shares here are of its choice.")
+        notes.append(f"The run chose its prompts ({', '.join(sampled)}): shares here are those of the chosen ones.")
     if not set(functions) & set(names) and len(names) > 1 and not rewards:
         notes.append(f"Columns of numbers are taken as rewards: {', '.join(names)}; --rewards names others.")
     if len(names) > 1 and (reward_weights or of_run is None):  # only our runs save theirs

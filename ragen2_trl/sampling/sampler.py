@@ -37,7 +37,7 @@ class Round:
     Args:
         inputs: TRL's rows of this process, G for each prompt; once prompts are chosen, the rows of these.
         key: tells this round's draws from others of the run; the last one is its number in the step, from 0.
-        rewards: (P, G) by which groups are scored, over all processes, NaN for what was not sampled.
+        rewards: (P, G) by which groups are scored, over all processes, NaN for completions that were not sampled.
         live: (rows,) bool of this process, rows of groups with varying rewards, once log-probs are asked for.
         pilot_rows: of this process. This and what follows with pilots.
         pilots: the scored pilots of all prompts over all processes, once they are sampled.

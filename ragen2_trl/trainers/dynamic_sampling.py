@@ -99,7 +99,11 @@ class DynamicSampling:
     def add(self, batch: Batch, kept: Tensor) -> None:
         """A further round is sampled; arguments as for `begin`."""
         self.kept += self.waiting.add(with_logps_to_come(batch), kept, self.accelerator)
-        self.missing = self.groups - self.waiting.count
+
+    @property
+    def missing(self) -> int:
+        """Groups that the batch still needs; 0 or less once it is full."""
+        return self.groups - self.waiting.count
 
     def filled(self, first: Batch) -> tuple[Batch, Tensor, dict[str, float]]:
         """A batch of up to N kept groups, with spare rows where there are fewer. A call for all processes together.
@@ -111,11 +115,8 @@ class DynamicSampling:
             The batch, (rows,) bool for its rows that are trained on, and metrics.
         """
         pool, limit, first, trainer = self.waiting, self.groups, with_logps_to_come(first), self.trainer
-        used, self.waiting, self.waiting_since = (
-            pool.part(0, limit),
-            pool.part(limit, 2 * limit),
-            trainer.state.global_step,
-        )
+        used, self.waiting = pool.part(0, limit), pool.part(limit, 2 * limit)
+        self.waiting_since = trainer.state.global_step
         surplus = max(0, pool.count - limit)
         micro_steps = self.args.steps_per_generation * trainer.num_iterations
         if micro_steps // self.args.gradient_accumulation_steps > MAX_STALENESS:  # updates: too old by the next time

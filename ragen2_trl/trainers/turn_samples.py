@@ -47,7 +47,7 @@ def with_turn_samples(trainer: Any, batch: Batch, kept: Tensor) -> tuple[Batch, 
     Returns:
         A multiple of `steps_per_generation` rows, filled up with others, and (rows,) bool for those to train on.
     """
-    args, passes = trainer.args, trainer._log_probs
+    args, log_probs = trainer.args, trainer._log_probs
     batch = dict(batch)
     later = batch.pop(TURN_SAMPLES)
     episodes = len(later)
@@ -55,12 +55,11 @@ def with_turn_samples(trainer: Any, batch: Batch, kept: Tensor) -> tuple[Batch, 
     all_samples = [sample for samples in later for sample in samples]
     further = _laid_out(all_samples, owners, batch, end_tokens(trainer), args)
     # Under the policy that sampled, and under the reference.
-    for key, logps in (("old_per_token_logps", passes.now), ("ref_per_token_logps", passes.reference)):
+    for key, logps in (("old_per_token_logps", log_probs.now), ("ref_per_token_logps", log_probs.reference)):
         if key in batch:
             own = kept[owners].nonzero().squeeze(1).tolist()
             size, spare = args.per_device_train_batch_size, take(batch, [0])
-            passes = partial(map, logps)
-            computed = forward_in_step(passes, further or None, own, spare, size, trainer.accelerator)
+            computed = forward_in_step(partial(map, logps), further or None, own, spare, size, trainer.accelerator)
             if computed is not None:
                 further[key] = computed.float()
     whole = join([batch, further], trainer._plan.padding[0]) if further else batch

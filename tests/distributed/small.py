@@ -143,8 +143,10 @@ def prompts(policy_path: str, folder: str) -> None:
 
 
 def pilots(policy_path: str, folder: str) -> None:
-    """Gradients of a step with pilots, which prompts were sampled whole, and what was scored: of all eight prompts in
-    a generation; or of four, filled up with further ones."""
+    """Gradients of a step with pilots, the prompts that were sampled in full, and the scored completions.
+
+    A generation has all eight prompts, or four and further ones in their place.
+    """
     settings = {**COMMON, **STILL, **PILOTS, "max_steps": 1, "beta": 0.1, "loss_type": "dapo"}
     process, found = rank(), {}
     for name, rows, own in (("alone", 16, {}), ("filled up", 8, {"snr_dynamic_sampling_rounds": 10})):

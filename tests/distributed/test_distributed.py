@@ -285,7 +285,7 @@ def seen(policy_path, tmp_path_factory):
     ("place", "moved"), [("two and two", 0), ("three and one", 4), ("four and none", 8)], ids=lambda value: str(value)
 )
 def test_only_rows_that_change_process_are_sent(place, moved, seen):
-    """Two passes over 16 kept rows, of which each process trains on 8."""
+    """Two passes over 16 kept rows; each process trains on 8 of them."""
     both = [process["moves"][place] for process in seen]
     home = [Counter(process["kept"][0]["rows"] or []) for process in both]
     assert sum(map(Counter.total, home)) == 16

@@ -101,8 +101,7 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         rewards = mathematics.token_rewards(returns, mask, [row.get(TURN_REWARDS) for row in inputs])
         rows, size = kept.nonzero().squeeze(1).tolist(), self.args.per_device_train_batch_size
         # Under the present weights; dropped rows need none.
-        passes = partial(map, self._values)
-        values = forward_in_step(passes, batch, rows, take(batch, [0]), size, self.accelerator)
+        values = forward_in_step(partial(map, self._values), batch, rows, take(batch, [0]), size, self.accelerator)
         assert values is not None  # of a batch
         advantages, targets = mathematics.gae(rewards, values, mask, self.args.gamma, self.args.gae_lambda)
         scored = ~returns.isnan().unsqueeze(1)
