@@ -103,7 +103,8 @@ class DynamicSampling:
     @property
     def missing(self) -> int:
         """Groups that the batch still needs; 0 or less once it is full."""
-        return self.groups - self.waiting.count
+        missing: int = self.groups - self.waiting.count
+        return missing
 
     def filled(self, first: Batch) -> tuple[Batch, Tensor, dict[str, float]]:
         """A batch of up to N kept groups, with spare rows where there are fewer. A call for all processes together.
