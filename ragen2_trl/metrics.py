@@ -86,8 +86,8 @@ def in_unit(value: float, unit: str) -> str:
 # fmt: off
 MI = (
     Metric("mi/{scope}/retrieval_accuracy", "fraction",
-           "how often a reasoning trace is most likely under its own prompt; no sign of failing training: in real "
-           "runs it fell while success rose", "retrieval accuracy", shown=True),
+           "how often a reasoning trace is most likely under its own prompt; in real runs it fell while success rose",
+           "retrieval accuracy", shown=True),
     Metric("mi/{scope}/retrieval_chance", "fraction", "retrieval accuracy of guessing", "chance", shown=True),
     Metric("mi/{scope}/mi_seq", "nats",
            "mutual information of trace and prompt; 0 without any, or below 0 by chance", "I(X;Z)", shown=True),
@@ -127,8 +127,7 @@ MI = (
     Metric("mi/groups/zero_variance", "fraction", "first groups without reward variance"),
     Metric(ANSWER_PROMPT, "fraction",
            "how often an answer is likelier after its own prompt and another sample's reasoning than after another "
-           "prompt and its reasoning; chance is 0.5, and with `same_across` at s it is hardly above 1 - s/2",
-           "answers: prompt win rate"),
+           "prompt and its reasoning; chance is 0.5", "answers: prompt win rate"),
     Metric(ANSWER_THOUGHT, "bits",
            "loss of an answer after the reasoning of another prompt (0: none, 1: the answer is impossible); a high "
            "value does not prove that the answer [rests on the reasoning](diagnosing.md#answers)",
@@ -168,8 +167,7 @@ SNR = (
            "groups without reward variance; the next three tell too easy from too hard",
            "groups without reward variance", health="zero_variance"),
     Metric("snr/dropped_all_best", "fraction",
-           "dropped groups with only the best reward: of a solved task if one of our tasks gives the whole reward, "
-           "else the best so far"),
+           "dropped groups with only the best reward: the task's, or else the best so far"),
     Metric("snr/dropped_all_worst", "fraction", "dropped groups with only the worst reward"),
     Metric("snr/dropped_all_same", "fraction", "dropped groups of equal rewards, not known to be best or worst"),
     Metric("snr/in_group_max", "reward", "best reward of a group, mean over groups"),
@@ -241,11 +239,9 @@ HEALTH = (
 )
 
 EVAL = (
-    Metric("eval/env/{task}/success{bound}", "fraction",
-           "episodes that solve the task; the best of many evaluations may be lower on other tasks",
-           "held-out success", health="held_out_success"),
-    Metric("eval/env/{task}/random_success", "fraction",
-           "success of the random baseline on the same tasks; not logged where judging is expensive"),
+    Metric("eval/env/{task}/success{bound}", "fraction", "episodes that solve the task", "held-out success",
+           health="held_out_success"),
+    Metric("eval/env/{task}/random_success", "fraction", "success of the random baseline on the same tasks"),
     Metric("eval/env/{task}/return{bound}", "reward", "mean return"),
     Metric("eval/env/{task}/pass@{k}{bound}", "fraction",
            "chance that one of k samples solves a task, for k = 1, 2, 4, …"),

@@ -2,10 +2,9 @@
 
     python tests/core_only.py ../README.md quickstart.md
 
-Pages that tell their readers to install an extra get it. Ends with the tracebacks of the pages that fail.
+Ends with the tracebacks of the pages that fail.
 """
 
-import re
 import sys
 import tomllib
 import traceback
@@ -22,11 +21,9 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def distributions(extras: Iterable[str] = ()) -> set[str]:
-    """Names of the packages that an install with these extras brings, by what those here require."""
-    optional = PROJECT["optional-dependencies"]
-    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in optional[extra])]
-    waiting, seen = [Requirement(line) for line in lines], set()
+def distributions() -> set[str]:
+    """Names of the packages that an install without extras brings, by what those here require."""
+    waiting, seen = [Requirement(line) for line in PROJECT["dependencies"]], set()
     while waiting:
         wanted = waiting.pop()
         name = canonicalize_name(wanted.name)
@@ -50,13 +47,6 @@ def block_others(there: set[str]) -> None:
             sys.modules[module] = None  # type: ignore[assignment]
 
 
-def named_extras(pages: Iterable[Path]) -> set[str]:
-    """The extras that pages tell their readers to install."""
-    text = "".join(page.read_text(encoding="utf-8") for page in pages)
-    named = re.findall(r"(?:pip install .*\[|[Nn]eeds the extra `)([\w,-]+)", text)
-    return {extra for one in named for extra in one.split(",")}
-
-
 def run(names: Iterable[str]) -> list[str]:
     """Run the code of pages, each in a folder of its own; gives the tracebacks of those that fail."""
     from pages import make_tool_model, run_page
@@ -74,7 +64,7 @@ def run(names: Iterable[str]) -> list[str]:
 
 
 def main(names: list[str]) -> None:
-    block_others(distributions(named_extras(ROOT / "docs" / name for name in names)))
+    block_others(distributions())
     from pages import AS_PRINTED, make_small
 
     told = run(name for name in names if name == AS_PRINTED)
