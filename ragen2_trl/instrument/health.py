@@ -268,9 +268,8 @@ class Health:
         self._generation, self._is_flat = self._step, False
         if is_number(number):
             self.weight = 1.0 if former is None else max(1.0, number - former)
-        else:
-            steps = 1 if logged is None else self._step - logged
-            self.weight = max(1.0, steps / max(1.0, float(self.steps_per_generation or 1)))
+        elif logged is not None:
+            self.weight = max(1.0, (self._step - logged) / max(1.0, float(self.steps_per_generation or 1)))
         return True
 
     def name_of(self, key: str) -> str | None:
