@@ -25,6 +25,7 @@ from reported_runs import runs_fixture as runs_fixture
 from reported_runs import words_only_fixture as words_only_fixture
 
 from ragen2_trl import cli
+from ragen2_trl.metrics import KEPT
 from ragen2_trl.record.files import EVALUATION, TRAINING
 from ragen2_trl.record.run import read_run
 from ragen2_trl.record.saved_episodes import PlayedEpisode, PlayedTurn, save_episodes
@@ -74,7 +75,7 @@ def evaluated(folder, before, after, **settings):
 def test_the_headline_is_the_outcome_of_the_runs_and_names_the_control(tmp_path, words_only):
     run = evaluated(tmp_path / "demo", 0.458, 0.563)
     assert report_of(run).headline.startswith("“demo”: held-out success 45.8% → 56.3%")
-    control = evaluated(tmp_path / "demo_control", 0.458, 0.541, snr_strategy="all")
+    control = evaluated(tmp_path / "demo_control", 0.458, 0.541, trainer="GRPOTrainer")
     headline = report_of(control, run).headline
     assert re.match("“demo”: .* → 56.3%.*“demo_control” \\(nothing filtered\\): .* → 54.1%", headline)
     for folder in (run, control):
@@ -95,7 +96,9 @@ def test_a_gain_that_chance_may_have_made_comes_with_the_tasks_that_would_tell(t
 def test_trls_own_trainer_counts_as_a_control_and_a_subclass_of_ours_does_not(tmp_path):
     kinds = {"GRPOTrainer": True, "MyTrainer": False, "SNRFilteredGRPOTrainer": False}
     for name, is_control in kinds.items():
-        assert read_run(evaluated(tmp_path / name, 0.4, 0.5, trainer=name)).filters_nothing == is_control
+        run = read_run(evaluated(tmp_path / name, 0.4, 0.5, trainer=name))
+        assert run.filters_nothing == is_control
+    assert replace(run, log_history=[{**row, KEPT: 1.0} for row in run.log_history]).filters_nothing
 
 
 def test_settings_of_some_runs_come_next_and_those_without_effect_in_any_are_left_out(tmp_path, words_only):

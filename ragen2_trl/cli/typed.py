@@ -109,7 +109,7 @@ def _check_settings(parser: argparse.ArgumentParser, settings: dict[str, Any], f
         if name == "env":
             continue
         if name not in actions:
-            raise _not_known(f"{name} in {file}", [name], parser)
+            raise _not_known(f"{name} in {file}", [str(name)], parser)
         read: Any = actions[name].type
         kind = KINDS.get(getattr(read, "__name__", ""))
         if kind is not None and actions[name].nargs is None and value is not None:
@@ -143,30 +143,6 @@ def config_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
     return [*(str(recipe_path(name)) for name in found.recipe), *found.config], rest
 
 
-class _Strict(yaml.SafeLoader):
-    """YAML of settings: names are texts, each once, and nothing multiplies itself by anchors within anchors."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
-        node: yaml.Node | None = super().compose_node(parent, index)
-        if alias is not None and not isinstance(node, yaml.ScalarNode):
-            raise ValueError(f"*{alias.anchor} in line {alias.start_mark.line + 1} must stand for a single value")
-        return node
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [(name.tag, name.value) for name, _ in node.value]
-        for number, (name, _) in enumerate(node.value):
-            if name.tag != "tag:yaml.org,2002:str" or names[number] in names[:number]:
-                line = name.start_mark.line + 1
-                raise ValueError(f"each name must be a text and appear once, got {name.value!r} in line {line}")
-        return super().construct_mapping(node, deep)
-
-
-def _holds_nan(value: Any) -> bool:
-    items = list(value.values()) if isinstance(value, dict) else value
-    return any(map(_holds_nan, items)) if isinstance(items, list) else bool(items != items)
-
-
 def read_configs(files: Sequence[str]) -> dict[str, Any]:
     """The settings of YAML files; where several have one, the last of them wins. `model_name_or_path` is `model`.
 
@@ -176,14 +152,12 @@ def read_configs(files: Sequence[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for file in files:
         try:
-            read = yaml.load(Path(file).read_text(encoding="utf-8-sig"), _Strict) or {}
+            read = yaml.safe_load(Path(file).read_text(encoding="utf-8-sig")) or {}
         except (ValueError, yaml.YAMLError, RecursionError) as error:
             said = " ".join(str(error).split())[:300]
             raise ValueError(f"config cannot be read as YAML: {said} ({file})") from error
         if not isinstance(read, dict):
             raise ValueError(f"config must be a YAML mapping, got a {type(read).__name__} in {file}")
-        if of_nan := [name for name, value in read.items() if _holds_nan(value)]:
-            raise ValueError(f"{of_nan[0]} must be a number, got NaN in {file}")
         if "model_name_or_path" in read:
             read["model"] = read.pop("model_name_or_path")
         settings |= read

@@ -215,9 +215,9 @@ class Run:
 
     @property
     def filters_nothing(self) -> bool:
-        """Whether every group was trained on, which is plain TRL."""
+        """Whether every completion was trained on, as in plain TRL."""
         of_trl = self.settings.get("trainer") in ("GRPOTrainer", "RLOOTrainer")
-        return of_trl or self.settings.get("snr_strategy") == "all"
+        return of_trl or {kept for _, kept in self.points(KEPT)} == {1.0}
 
     @property
     def _measured(self) -> Path:
