@@ -273,10 +273,14 @@ def test_a_pair_that_is_not_asked_for_may_be_longer_than_the_context():
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba, no cache"])
-def test_processes_run_as_many_forward_passes_although_their_prompts_have_different_completions(name, monkeypatch):
+@pytest.mark.parametrize("lengths", [(9, 8, 7, 6, 5), (9, 1, 1, 1, 1)])  # of one id, no cache is used
+def test_processes_run_as_many_forward_passes_although_their_prompts_have_different_completions(
+    name, lengths, monkeypatch
+):
     """A sharded model would wait for ever otherwise. The processes are played one after the other."""
-    model, prompts, completions = shared_model(name), random_ids(9, 8, 7, 6, 5), random_ids(*range(3, 12))
-    under = [[0], [0], [0], [0], [0, 1, 4], [2], [3], [3], [3, 4]]
+    model, prompts, completions = shared_model(name), random_ids(*lengths), random_ids(*range(3, 12))
+    # The second prompt has several chunks, and fewer than the first.
+    under = [[0], [0], [0], [0], [0, 1, 4], [2], [3], [0, 3], [1, 3, 4]]
     parts, passes = [], []
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: parts.append(tensor.clone()) if tensor.ndim else None)

@@ -283,6 +283,7 @@ def test_a_log_that_tells_no_share_or_no_live_group_has_no_remedy(shares, tmp_pa
     logged(tmp_path / "trainer_state.json", shares)
     if shares:
         assert "no remedy" in shown(capsys, tmp_path)
+        assert what_if(tmp_path).log.size == GRPOConfig(use_cpu=True, bf16=False).num_generations
         return
     with pytest.raises(SystemExit):
         shown(capsys, tmp_path)

@@ -352,8 +352,8 @@ def _grouped(
     if size > MAX_GROUP:
         raise ValueError(f"num_generations must be at most {MAX_GROUP}, got {size}")
     whole = [order[start : start + size * (n // size)] for start, n in zip(bounds[:-1], counts, strict=True)]
-    members = np.concatenate(whole).reshape(-1, size) if size > 1 else np.empty((0, 2), dtype=np.int64)
-    if not len(members):
+    members = np.concatenate(whole).reshape(-1, size)
+    if size < 2 or not len(members):
         raise ValueError(
             f"{name!r} has no whole group in {counted(len(prompts), 'row')}: no prompt has {max(2, size)} completions "
             f"in a step, at most {counts.max()}; give num_generations"

@@ -115,8 +115,8 @@ def explore(room: Room, longest: int) -> list[list[State]]:
         longest: Actions after which to stop.
 
     Returns:
-        States for 0 actions, 1 action, ... up to at most `longest`, fewer where there are no more or where there are
-        more than `MAX_STATES` altogether.
+        States for 0 actions, 1 action, ... up to at most `longest`; fewer, and perhaps none for the last number, where
+        there are no more or more than `MAX_STATES` altogether.
     """
     floor, directions = room.floor, room.directions
     layers = [[(cell, room.targets) for cell in room.floor_cells if cell not in room.targets]]
@@ -136,7 +136,7 @@ def explore(room: Room, longest: int) -> list[list[State]]:
                         seen.add(state)
                         layer.append(state)
         layers.append(layer)
-    return layers if layers[-1] else layers[:-1]
+    return layers
 
 
 @lru_cache(maxsize=16)
