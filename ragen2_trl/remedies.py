@@ -425,7 +425,7 @@ class Replays:
         """TRL's own update for less: rows without advantage, padding and repeated prompts are not computed."""
         name, setting, log = "lossless", "snr_strategy='lossless'", self.log
         rows = kept_rows(log, self.seed, "lossless")
-        if log.lengths is None or log.prompt_lengths is None:
+        if log.lengths is None:
             kept, of_trl = self.prompts.sums(rows.sum(axis=1), log.size)
             found = Estimate.of(kept / of_trl)
             said = f"{found:%} of TRL's rows have an advantage; padding and shared prompts need lengths"
@@ -545,10 +545,8 @@ class Replays:
         elif log.size > 2 and self.sameness is not None:
             then, now, groups = self.sameness.live(size), self.sameness.live(log.size), np.ones(1)
         else:
-            why = f"equal rewards have more than {MOST_VALUES} values, or no group is whole"
-            if log.size < 3:
-                why = "two completions do not show how prompts differ, and the groups of a prompt are too few or "
-                why += "differ by more than chance"
+            why = f"groups of {log.size} do not show how prompts differ, or equal rewards have more than {MOST_VALUES}"
+            why += " values"
             return Remedy(name, setting, f"the log cannot tell: {why}", is_known=False)
         share, before, ratio = map(Estimate.of, (then / groups, now / groups, then / now * log.size / size))
         said = f"{share:%} of groups live in place of {before:.0%}; for equal completions {ratio} of today's live "
@@ -658,10 +656,10 @@ def _notes(log: CompletionLog, live: Estimate, sampling_share: float) -> list[st
     notes = []
     if 0 < mask.sum() < FEW:
         notes.append(f"Every gain here rests on {counted(int(mask.sum()), 'live group')}: log more steps.")
-    of_prompts = f" of {counted(len(np.unique(log.prompts)), 'prompt')}" if log.knows_prompts else ""
+    of_prompts = f" from {counted(len(np.unique(log.prompts)), 'prompt')}" if log.knows_prompts else ""
     of_steps = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     groups = f"{counted(len(log), 'group')} of {log.size}{of_prompts}"
-    notes += [f"{log.rewards.size} completions are read: {groups}, {of_steps}.", *log.notes]
+    notes += [f"Read {log.rewards.size} completions: {groups}, {of_steps}.", *log.notes]
     early = log.steps <= np.median(steps)
     drift = "one step shows no drift"
     if len(steps) > 1:

@@ -40,7 +40,7 @@ TESTS = {
     "trainers/shared_prompts": "shared_prompts lossless",
     "trainers/prompt_tree": "shared_prompts lossless",
     "trainers/async_groups": "async_filter",
-    "trainers/async_grpo": "async_filter",
+    "trainers/async_grpo": "async_filter async_callbacks",
     "trainers/async_rollouts": "async_filter",
     "trainers/checkpoints": "checkpoints promises_resume",
     "instrument/information": "information",

@@ -220,7 +220,7 @@ def test_a_resumed_run_neither_repeats_nor_loses_evaluations(tmp_path):
         ({"stop_below": 1.5}, {}, "stop_below must be above 0 and at most 1, or None, got 1.5"),
         ({"temperature": 0.0}, {}, "temperature must be above 0, or 0 with num_samples=1, got 0.0"),
         ({"num_prompts": 1}, {}, "num_prompts must be at least 2, got 1"),
-        ({"load_best": True}, {}, "load_best=True needs checkpoints, got save_strategy='no'"),
+        ({"load_best": True}, {}, "load_best=True needs keep_best=True"),
         (
             {},
             {"save_strategy": "steps", "metric_for_best_model": "eval_reward"},

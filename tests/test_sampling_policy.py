@@ -277,6 +277,15 @@ def posterior_of(rewards):
     return posterior
 
 
+def test_equal_pilots_are_worth_what_is_known_of_their_prompts():
+    order = selection(8)
+    for _ in range(20):
+        order.posterior.observe(np.arange(2), np.array([[0.0] * GROUP, [0.0, 1.0] * (GROUP // 2)]), np.ones(2, bool))
+    order.rows = np.arange(2)
+    choice = pilots.Policy(order, pilots.Pilots(2, GROUP, 8, seed=0)).choose(np.zeros((2, 2)), 0)
+    assert choice.committed.tolist() == [False, True]
+
+
 def log_beta(a, b):
     return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 

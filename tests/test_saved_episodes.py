@@ -277,4 +277,4 @@ def test_episodes_that_cannot_be_written_do_not_end_the_training(policy, tokeniz
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     (Path(args.output_dir) / "_episodes").write_text("no folder")
     trainer.train()
-    assert trainer.state.global_step == 2 and "could not be written" in caplog.text
+    assert trainer.state.global_step == 2 and "Saving the episodes" in caplog.text

@@ -256,7 +256,7 @@ def test_ppo_knows_which_releases_take_another_way_with_liger(liger, monkeypatch
     monkeypatch.setattr(trl, "__version__", "1.14.2")
     args = SNRFilteredPPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     args.use_liger_kernel = liger
-    reason = "use_liger_kernel=True leaves no room for a critic in TRL 1.14.2" if liger else "train_dataset has"
+    reason = "use_liger_kernel=True does not work with a critic in TRL 1.14.2" if liger else "train_dataset has"
     with pytest.raises(ValueError, match=reason):
         SNRFilteredPPOTrainer(TINY_MODEL_PATH, len, args, Dataset.from_dict({"question": ["a"]}))
 

@@ -99,7 +99,7 @@ def test_the_command_prints_a_table_of_eighty_columns_and_an_advice(run, capsys,
     assert {"lossless", "nonzero", "top_p 0.9", "dynamic sampling", "pilots, G0 = 2", "prompt selection"} <= {*names}
     words = " ".join(out.split())
     assert [words.index(f" {name} ") for name in names] == sorted(words.index(f" {name} ") for name in names)
-    assert "24 completions are read: 6 groups of 4" in words
+    assert "24 completions: 6 groups of 4" in words
     assert numbers["groups"] == 6 and numbers["num_generations"] == 4
     assert {one["known"] for one in numbers["remedies"]} == {True, False}
 
@@ -476,7 +476,7 @@ def test_a_record_of_any_content_is_read_or_refused_in_a_line(what, run, tmp_pat
     shutil.copytree(run / "checkpoint-3", tmp_path / "run" / "checkpoint-3")
     write_lines(tmp_path / "run" / "_measurements" / "group_rewards.jsonl", [HOSTILE[what]])
     if what != "group":
-        part = "2 completions are read" if what == "reward" else "No completions are logged"
+        part = "Read 2 completions" if what == "reward" else "No completions are logged"
         assert part in " ".join(shown(capsys, tmp_path / "run").split())
     else:
         with pytest.raises(SystemExit):

@@ -141,10 +141,10 @@ class EnvironmentEvalCallback(TrainerCallback):
         envs = [env] if isinstance(env, Environment) else list(env) if isinstance(env, Sequence) else []
         is_ours = bool(envs) and all(isinstance(one, Environment) for one in envs)
         others: dict[str, Any] = {"data": data, "max_turn_tokens": max_turn_tokens, "context_options": context_options}
-        played = "an Environment, which has its own tasks" if is_ours else "played by the trainer itself"
+        played = "an Environment, which has its own tasks" if is_ours else "not an Environment"
         for name, given in ({"dataset": dataset} if is_ours else others).items():
             if given is not None:
-                raise ValueError(f"{name} must be None where env is {played}, got {given!r:.60}")
+                raise ValueError(f"{name} must be None when env is {played}, got {given!r:.60}")
         args = trainer.args
         refuse_asynchronous(trainer, "EnvironmentEvalCallback")
         self.trainer = trainer
@@ -298,7 +298,7 @@ class EnvironmentEvalCallback(TrainerCallback):
             return
         places = [divmod(number, self.num_samples) for number in range(len(episodes))]
         numbered = [replace(one, group=g, sample=s) for one, (g, s) in zip(episodes, places, strict=True) if one]
-        with reported("The evaluated episodes"):
+        with reported("Saving the evaluated episodes"):
             save_episodes(Path(self.trainer.args.output_dir) / EPISODES, numbered, EVALUATION, state.global_step)
 
     def _note_best(self, state: Any, control: Any, value: float) -> None:
@@ -329,8 +329,8 @@ class EnvironmentEvalCallback(TrainerCallback):
         args, first = self.trainer.args, self.task_names[0]
         if self.load_best and not self.keep_best:
             raise ValueError(
-                f"load_best=True needs checkpoints, got save_strategy={args.save_strategy.value!r}; allowed: "
-                "keep_best=True with save_strategy 'steps', 'epoch' or 'best'."
+                "load_best=True needs keep_best=True and save_strategy 'steps', 'epoch' or 'best', got save_strategy="
+                f"{args.save_strategy.value!r}."
             )
         sharded = "DeepSpeed" if self.trainer.is_deepspeed_enabled else "FSDP" * self.trainer.is_fsdp_enabled
         if self.load_best and args.save_only_model and sharded:  # transformers has checked before this was asked for

@@ -77,7 +77,7 @@ class EpisodeCallback(TrainerCallback):
         parts = gather_object([self._generations])  # for each process its generations
         self._generations, self._calls, self._latest = {}, [], None
         if state.is_world_process_zero:
-            with reported("The episodes of this step"):
+            with reported("Saving the episodes of this step"):
                 episodes = whole_groups(in_groups(parts), self.max_episodes)
                 save_episodes(Path(args.output_dir) / EPISODES, episodes, TRAINING, state.global_step)
 

@@ -252,7 +252,7 @@ class MutualInformationCallback(TrainerCallback):
             selection, self._measured = joined_selection(self._measured), []
             if selection is not None:
                 self._to_save = replace(self._to_save, scores=selection[0], kept=selection[1])
-            with reported("The measurement"):
+            with reported("Saving the measurement"):
                 self._to_save.save(Path(args.output_dir) / MEASUREMENTS)
             self._to_draw, self._to_save = self._to_save, None
         if self._stop:
@@ -268,7 +268,7 @@ class MutualInformationCallback(TrainerCallback):
         if has_image_trackers(self.trainer):
             from ragen2_trl.report.figures import measurement_figures
 
-            with reported("Figures for the trackers"):
+            with reported("Drawing figures for the trackers"):
                 figures = measurement_figures(run_of(self.trainer), measurement)
                 log_figures(self.trainer, {f"mi/{name}": figure for name, figure in figures})
 

@@ -44,8 +44,8 @@ def reported(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.debug(f"{what} could not be written.", exc_info=True)
-        logger.error(f"{what} could not be written ({type(error).__name__}: {hide_credentials(str(error))}).")
+        logger.debug(f"{what} failed.", exc_info=True)
+        logger.error(f"{what} failed; training goes on ({type(error).__name__}: {hide_credentials(str(error))}).")
 
 
 def keep_record(trainer: Any) -> "RunRecord":
@@ -122,9 +122,9 @@ class RunRecord(TrainerCallback):
         resumed_at = [*before, state.global_step] if state.global_step > 0 else []
         state.stateful_callbacks[RUN_STATE] = {"ended": False, "resumed_at": resumed_at}
         if state.is_world_process_zero:
-            with reported("What an earlier training has left"):
+            with reported("Removing the files of an earlier training"):
                 self._remove_leftovers()
-            with reported("The record of this run"):
+            with reported("Writing the record of this run"):
                 write_run(self.trainer)
             if args.push_to_hub:
                 self._warn_of_other_content()
@@ -141,7 +141,7 @@ class RunRecord(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.trainer._finish_current_push()  # it may be reading what is written next
-        with reported("The record of this run"):
+        with reported("Writing the record of this run"):
             if self._write_card is not None:
                 self._write_card()
             else:
@@ -163,7 +163,7 @@ class RunRecord(TrainerCallback):
         self.on_substep_end(args, state, control)
         selections, self._of_step = self._of_step, []
         if selections and state.is_world_process_zero:
-            with reported("The rewards of the groups"):
+            with reported("Saving the rewards of the groups"):
                 known = all(one.predicted is not None for one in selections)
                 append_group_rewards(
                     Path(args.output_dir),
@@ -178,7 +178,7 @@ class RunRecord(TrainerCallback):
         if not self.trainer.is_world_process_zero():
             return
         self._write_card = lambda: self._create_model_card(create, *args, **kwargs)
-        with reported("The diagnostics of the model card"):  # a checkpoint, which comes after its card, is worth more
+        with reported("Writing the diagnostics of the model card"):  # the checkpoint, written next, is worth more
             _extend_card(self.trainer, self._write_run(with_figures=not self._at_checkpoint))
 
     def _write_run(self, with_figures: bool) -> Run:
@@ -187,7 +187,7 @@ class RunRecord(TrainerCallback):
         run = run_of(self.trainer) if has_begun else _run_before(self.trainer)
         is_uploading = any(not job.done() for job in self._jobs())  # which a picture that changes would break
         if with_figures and self.draws and not is_uploading:
-            with reported("Figures"):
+            with reported("Drawing figures"):
                 run = write_figures(run)
         if not has_begun:
             return run

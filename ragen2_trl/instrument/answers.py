@@ -359,7 +359,7 @@ def _score(model: nn.Module, places: Iterable[_Place], sampling: Sampling) -> di
     )
     values = [logps[row, number].item() for row, (_, _, number) in enumerate(asked)]
     if (broken := next((value for value in values if not math.isfinite(value)), None)) is not None:
-        raise ValueError(f"log-probabilities of answers must be finite, got {broken}: the model gives such logits")
+        raise ValueError(f"log-probabilities of answers must be finite, got {broken}: check weights and dtype")
     scored = ((*both, tokens) for both, of_both in answers.items() for tokens in of_both)
     return dict(zip(scored, values, strict=True))
 

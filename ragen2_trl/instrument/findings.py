@@ -308,7 +308,7 @@ def _of_thought(last: AnswerEvidence) -> Finding | None:
     bits, margin = last.thought_swap_bits, 2 * last.thought_swap_standard_error
     if bits is None:
         return None
-    swapped = "when another prompt's takes its place."
+    swapped = "if another prompt's reasoning takes its place."
     if bits + margin < -LITTLE:  # of a model's own answers the mean is not below 0
         name, said = "foreign_answers", f"Answers are unlikely under this model ({bits:.2f} bits): did it write them?"
         said += " Not judged."

@@ -356,7 +356,7 @@ def _grouped(
     if size < 2 or not len(members):
         raise ValueError(
             f"{name!r} has no whole group in {counted(len(prompts), 'row')}: no prompt has {max(2, size)} completions "
-            f"in a step, at most {counts.max()}; give num_generations"
+            f"in a step (most: {counts.max()}); set num_generations"
         )
     first = members[:, 0]
     members = members[np.lexsort((first, sampled[first], steps[first]))]  # generations are consecutive in a log

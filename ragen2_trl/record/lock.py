@@ -36,7 +36,7 @@ def alone_in(folder: Path) -> Iterator[None]:
             "folder, or this one after that run."
         ) from None
     except OSError as error:
-        logger.warning(f"{folder} cannot be locked ({error}): nothing keeps another run from writing there, too.")
+        logger.warning(f"{folder} cannot be locked ({error}): make sure that no other run writes there.")
         yield
         return
     try:

@@ -163,7 +163,7 @@ def _rows(text: str) -> Any:
             try:
                 content.append(json.loads(line))
             except json.JSONDecodeError as wrong:
-                raise ValueError(f"line {number} holds no object of JSON: {wrong.msg}") from wrong
+                raise ValueError(f"line {number} is not valid JSON: {wrong.msg}") from wrong
         # ms-swift ends with a summary that holds the rows again.
         content = [row for row in content if not (isinstance(row, Mapping) and "log_history" in row)]
     if isinstance(content, Mapping):

@@ -230,7 +230,7 @@ def _row(episode: PlayedEpisode) -> dict[str, Any]:
 
 def _episode(row: dict[str, Any], where: str) -> PlayedEpisode:
     if "return" not in row:
-        raise ValueError(f"{where}: return is missing")
+        raise ValueError(f"{where}: field 'return' is missing")
     row["episode_return"] = row.pop("return")
     check_form(row, PlayedEpisode, f"{where}:")
     check_form(row["messages"], list[SavedMessage], f"{where}: messages")

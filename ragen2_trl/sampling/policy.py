@@ -290,8 +290,7 @@ class Pilots:
         self,
         rewards: Floats,
         key: tuple[int, ...],
-        known: RewardPosterior | None = None,
-        rows: Rows | None = None,
+        known: tuple[RewardPosterior, Rows] | None = None,
         fewest: int = 1,
     ) -> Choice:
         """The prompts that are worth their remaining completions, and audited ones, equally many on each process.
@@ -299,10 +298,10 @@ class Pilots:
         Args:
             rewards: (P, G0) of pilots, process by process, NaN where there is none.
             key: tells this round's draws from others of the run.
-            known, rows: what is known of single prompts, and (P,) the numbers of these there.
+            known: what is known of single prompts, and (P,) the numbers of these there.
             fewest: prompts of each process that are chosen in any case.
         """
-        expected = self._expected(rewards, known, rows)
+        expected = self._expected(rewards, known)
         self.recent = [*self.recent, *expected.tolist()][-RECENT:]
         worth = expected >= least_worth(np.array(self.recent), self.count, self.size)
         rng = np.random.default_rng([_OF_PILOTS, self.seed, *key])
@@ -317,12 +316,13 @@ class Pilots:
             in_full[order[order // of_process == process][:number]] = True
         return Choice(in_full, audited & in_full)
 
-    def _expected(self, rewards: Floats, known: RewardPosterior | None, rows: Rows | None) -> Floats:
+    def _expected(self, rewards: Floats, known: tuple[RewardPosterior, Rows] | None) -> Floats:
         """(P,) expected reward variances of groups sampled in full."""
         further = self.size - self.count
-        if known is not None and rows is not None:
-            known.see(rewards)
-            return known.group_variance(rewards, further, known.known(rows))
+        if known is not None:
+            posterior, rows = known
+            posterior.see(rewards)
+            return posterior.group_variance(rewards, further, posterior.known(rows))
         self.posterior.see(rewards)
         self.posterior.learn_prior(rewards)
         return self.posterior.group_variance(rewards, further)
@@ -428,10 +428,8 @@ class Policy:
     def choose(self, rewards: Floats, *key: int, fewest: int = 1) -> Choice:
         """The prompts of a round that are worth their remaining completions, see `Pilots.choose`."""
         assert self.pilots is not None  # who scores pilots has them
-        known = rows = None
-        if isinstance(self.order, PromptSelection):
-            known, rows = self.order.posterior, self.order.rows
-        self.choice = choice = self.pilots.choose(rewards, key, known, rows, fewest)
+        known = (self.order.posterior, self.order.rows) if isinstance(self.order, PromptSelection) else None
+        self.choice = choice = self.pilots.choose(rewards, key, known, fewest)
         if self.order is not None and self.order.predicted is not None:
             self.predicted = self.order.predicted[choice.in_full].tolist()
         return choice

@@ -368,8 +368,8 @@ class SNRFilter(FilteredRun):
         self._metrics["train"].clear()  # of a step that was interrupted before it was logged
         if not self._strategy.is_trl_update:
             logger.warning(
-                "loss and grad_norm are means over the rows that the filter keeps: where it drops some, both are "
-                "larger than the plain trainer's, whose means include the other rows (see docs/mathematics.md)."
+                "loss and grad_norm are means over the kept completions only, so grad_norm is usually larger than the "
+                "plain trainer's; for max_grad_norm see docs/filter.md, 'The gradient norm'."
             )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 

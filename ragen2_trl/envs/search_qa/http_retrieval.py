@@ -79,7 +79,7 @@ class HTTPRetriever:
         check_count("max_bytes", max_bytes, 1, 1_000_000_000)
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url must be http://host or https://host, got the scheme {parts.scheme!r}")
+            raise ValueError(f"url must be http://host or https://host, got {parts.scheme}://{parts.hostname or ''}")
         self.timeout, self.retries, self.backoff, self.max_bytes = timeout, retries, backoff, max_bytes
         self._tls = ssl.create_default_context() if parts.scheme == "https" else False
         path = parts.path if parts.path.strip("/") else "/retrieve"

@@ -78,7 +78,7 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         # Until 1.13 it takes another loss than the one that we add the critic's to, until 1.14 another forward pass.
         if args is not None and args.use_liger_kernel and Version(trl.__version__) < Version("1.15"):
             raise ValueError(
-                f"use_liger_kernel=True leaves no room for a critic in TRL {trl.__version__}; allowed: False, or TRL "
+                f"use_liger_kernel=True does not work with a critic in TRL {trl.__version__}; allowed: False, or TRL "
                 "1.16 or newer."
             )
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
