@@ -113,7 +113,7 @@ def test_a_change_of_scale_is_said_once_before_the_first_step(
             trainer.train()
         said = [record.message for record in caplog.records if "grad_norm" in record.message]
         assert len(said) == warnings
-        assert all(part in message for message in said for part in ("loss and grad_norm", "docs/mathematics.md"))
+        assert all(part in message for message in said for part in ("loss and grad_norm", "docs/filter.md"))
 
 
 def test_a_selector_of_ones_own_may_drop_too(policy_path, tmp_path, caplog):

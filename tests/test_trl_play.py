@@ -258,13 +258,13 @@ def test_each_environment_of_a_dict_has_a_curve_of_its_own(policy_path, agent_ar
         (Sure, {"dataset": HELD_OUT.select([0])}, r"dataset must have at least 2 rows of each .*{'Sure': 1}"),
         (Sure, {"dataset": HELD_OUT, "temperature": 0.0}, "temperature must be above 0 where TRL generates, got 0.0"),
         (Sure, {"dataset": HELD_OUT, "num_samples": 0}, "num_samples must be at least 1, got 0"),
-        (Sure, {"dataset": HELD_OUT, "max_turn_tokens": 5}, "max_turn_tokens must be None where env is played by"),
+        (Sure, {"dataset": HELD_OUT, "max_turn_tokens": 5}, "max_turn_tokens must be None when env is not an Env"),
         (
             {"a": Sure},
             {"dataset": HELD_OUT},
             r"With dataset=..., the trainer's environment_factory or its reward .*: Sure",
         ),
-        (make_env("frozen_lake"), {"dataset": HELD_OUT}, "dataset must be None where env is an Environment"),
+        (make_env("frozen_lake"), {"dataset": HELD_OUT}, "dataset must be None when env is an Environment"),
     ],
 )
 def test_what_the_trainer_does_not_play_is_refused(env, settings, named, policy_path, agent_args):

@@ -271,7 +271,7 @@ def answer_findings(measurements: Sequence[AnswerEvidence]) -> list[Finding]:
     >>> for finding in answer_findings([AnswerEvidence(10, 0.93, 32, 0.06, 0.02)]):
     ...     print(finding.sentence)
     Answers depend on their prompt (win rate 0.93, chance 0.5).
-    Answers hardly change with the reasoning: 0.06 of 1 bit when another prompt's takes its place.
+    Answers hardly change with the reasoning: 0.06 of 1 bit if another prompt's reasoning takes its place.
     """
     if not measurements:
         return []
