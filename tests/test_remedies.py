@@ -553,7 +553,7 @@ def test_what_is_wrong_is_found_and_nothing_else(rewards, more, name):
 def test_a_note_says_on_how_few_live_groups_gains_rest(live, part):
     first, second = what_if(make_log([[0, 1]] * live + [[0, 0]])).notes[:2]
     assert part in first if part else "12 completions: 6 groups of 2 from 6 prompts, step 1" in first
-    assert part is None or "12 completions" in second or "completions: " in second
+    assert part is None or f"{2 * live + 2} completions" in second
 
 
 def test_a_sound_log_has_no_fault():

@@ -329,7 +329,7 @@ class EnvironmentEvalCallback(TrainerCallback):
         args, first = self.trainer.args, self.task_names[0]
         if self.load_best and not self.keep_best:
             raise ValueError(
-                "load_best=True needs keep_best=True and save_strategy 'steps', 'epoch' or 'best', got save_strategy="
+                "load_best=True needs keep_best=True and save_strategy 'steps', 'epoch' or 'best'; save_strategy is "
                 f"{args.save_strategy.value!r}."
             )
         sharded = "DeepSpeed" if self.trainer.is_deepspeed_enabled else "FSDP" * self.trainer.is_fsdp_enabled

@@ -298,7 +298,7 @@ class Pilots:
         Args:
             rewards: (P, G0) of pilots, process by process, NaN where there is none.
             key: tells this round's draws from others of the run.
-            known: what is known of single prompts, and (P,) the numbers of these there.
+            known: posterior of single prompts and (P,) their rows in it; `None` where prompts are not told apart.
             fewest: prompts of each process that are chosen in any case.
         """
         expected = self._expected(rewards, known)
