@@ -56,7 +56,7 @@ TESTS = {
     "envs/countdown": "countdown presets_tasks",
 }
 OPTIONS = ("-m", "not slow and not full", "--hypothesis-profile", "unshrunk")
-COPIED = ("ragen2_trl", "tests", "research", "docs", "README.md", "pyproject.toml")
+COPIED = ("ragen2_trl", "tests", "research", "docs", "examples", "README.md", "pyproject.toml")
 AT_ONCE = 2  # mutants
 SHARE = 0.95  # of the mutants that are not equivalent, to die
 

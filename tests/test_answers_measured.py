@@ -38,6 +38,7 @@ def lake_run(make_args, measure=True, num_prompts=16, group_size=4, max_steps=1,
     return trainer, rollouts
 
 
+@pytest.mark.slow
 def test_answers_are_measured_beside_trls_metrics_and_training_is_bit_identical(make_args):
     trainer, _ = lake_run(make_args, max_steps=2)
     state = torch.get_rng_state()
@@ -54,6 +55,7 @@ def test_answers_are_measured_beside_trls_metrics_and_training_is_bit_identical(
     assert len(rows_of(trainer, KEY)) == 2
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_weights_that_sampled_the_answers(make_args):
     trainer, (local,) = lake_run(make_args, budget=None, scopes=("answer",), learning_rate=0.1)
     (row,) = rows_of(trainer, KEY)
@@ -67,6 +69,7 @@ def test_the_numbers_are_those_of_the_weights_that_sampled_the_answers(make_args
     )
 
 
+@pytest.mark.slow
 def test_beside_a_full_matrix_answers_cost_a_fifth_of_it_at_most(make_args):
     tokens = {}
     for scopes in (("first_turn",), ("first_turn", "answer")):
@@ -78,6 +81,7 @@ def test_beside_a_full_matrix_answers_cost_a_fifth_of_it_at_most(make_args):
     assert matrix < both <= 1.2 * matrix
 
 
+@pytest.mark.slow
 def test_a_function_of_ones_own_finds_answers(make_args):
     asked = []
 
@@ -89,6 +93,7 @@ def test_a_function_of_ones_own_finds_answers(make_args):
     assert asked and rows_of(trainer, KEY)
 
 
+@pytest.mark.slow
 def test_where_no_turn_has_an_answer_nothing_is_logged_and_only_who_asked_is_told(make_args, caplog):
     told = []
     for callback in ({}, {"answer": lambda text: None}):

@@ -40,6 +40,7 @@ def test_what_we_read_from_trls_asynchronous_classes_is_there(owner):
     assert [name for name in READ[owner].split() if not re.search(rf"\b{name}\b", source)] == []
 
 
+@pytest.mark.slow
 def test_openenvs_harness_scores_groups_by_trls_method():
     """So our loop tags its rows, too."""
     need("openenv")

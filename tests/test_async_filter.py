@@ -499,6 +499,7 @@ def test_all_prompts_dead_end_the_run_with_the_reason(strategy, said, policy_pat
         trained_with(policy_path, tmp_path, [DEAD] * 20, snr_max_empty_steps=3, snr_strategy=strategy, steps=10)
 
 
+@pytest.mark.slow
 def test_a_dead_worker_ends_the_run_with_trls_message(policy_path, tmp_path):
     worker = send([LIVE, DEAD, DEAD])
     worker.healthy = False
@@ -569,6 +570,7 @@ def test_time_in_which_nobody_asks_is_no_silence_of_the_worker():
 # A run that is killed, and resumed
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(policy_path, tmp_path):
     """SIGKILL at step 6, resumed from the checkpoint of step 4."""
     journals = [tmp_path / "first", tmp_path / "second"]
@@ -719,6 +721,7 @@ def test_pilots_that_cannot_be_sampled_or_scored_are_refused(policy_path, tmp_pa
         make_async(policy_path, tmp_path, Server(), max_steps=1, snr_pilot_generations=2, **{name: StubWorker})
 
 
+@pytest.mark.slow
 def test_the_spawned_process_of_trls_worker_samples_pilots(policy_path, tmp_path, monkeypatch):
     monkeypatch.setattr(async_cpu.async_grpo_trainer, "AsyncRolloutWorker", async_cpu.ProcessWorker)
     server = Server()

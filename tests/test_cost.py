@@ -193,6 +193,7 @@ WAYS = {
 CASES = [("grpo", way) for way in WAYS] + [("rloo", way) for way in ("all", "filter", "pilots")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_positions_are_those_of_all_passes_and_plain_ones_those_of_trl(name, way, computed, policy_path, tmp_path):
     algorithm, own = ALGORITHMS[name], dict(WAYS[way])

@@ -44,6 +44,7 @@ def test_the_tiny_model_depends_on_its_prompt(tmp_path, capsys):
         assert part in shown
 
 
+@pytest.mark.slow
 def test_a_diagnosis_can_be_put_into_a_report(tmp_path, capsys):
     """With its verdict, its reasoning traces, what was sampled, and how."""
     written = run(tmp_path, num_prompts=8, num_samples=2)

@@ -80,6 +80,7 @@ def curved(tmp_path_factory):
     return trainer
 
 
+@pytest.mark.slow
 def test_the_curve_stands_in_the_rows_of_its_steps(curved):
     assert list(evaluated(curved)) == [0, 2, 3]  # before, every second, and the last
     rows = {row["step"]: row for row in curved.state.log_history if "eval/seconds" in row}

@@ -133,6 +133,7 @@ def test_answers_that_cannot_be_are_left_out(tmp_path, nonsense):
     assert told.findings  # and nothing raises
 
 
+@pytest.mark.slow
 def test_diagnose_tells_of_answers_where_it_is_asked_to(tmp_path, capsys):
     report = run(tmp_path, num_prompts=10, num_samples=2, answer=True)
     shown = " ".join(capsys.readouterr().out.split())

@@ -146,6 +146,7 @@ def test_slips_are_fresh_at_every_training_step_and_in_every_process(monkeypatch
     assert draw() != here
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "digest"),
     [

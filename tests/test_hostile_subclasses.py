@@ -81,6 +81,7 @@ class HolesInPrompts:
 OWN = [CallsTheLossOfTRL, MeanOverRows, slow(MeanOverRowsInPlaceOfComputeLoss), slow(HolesInPrompts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixin", OWN)
 @cases(**SETTINGS)
 def test_what_subclasses_compute_of_the_kept_rows_is_what_they_compute_of_them_alone(
@@ -128,6 +129,7 @@ class ComputesTheLossTwice:
         return loss.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixin", "factor"), [(CallsSuper, 2.0), (CallsComputeLossOfTRL, 1.0), (ComputesTheLossTwice, 1.0)]
 )
@@ -340,6 +342,7 @@ PASS_BY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"snr_strategy": "all"}], ids=str)
 @pytest.mark.parametrize("mixin", PASS_BY)
 @for_each

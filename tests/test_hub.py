@@ -123,6 +123,7 @@ def test_the_critic_stays_here_with_the_upload_of_the_policy(hub, policy_path, m
     assert not [path for path in hub.files("tester/model") if "critic" in path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer_class", "strategy", "held", "settings"),
     [

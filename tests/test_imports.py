@@ -167,6 +167,7 @@ def test_the_trainer_and_the_callback_load_neither_environments_nor_what_reports
     assert "Trainer" not in name or sum(module.startswith("ragen2_trl") for module in modules) <= 60
 
 
+@pytest.mark.slow
 def test_the_instrument_is_imported_without_trl_and_tasks():
     assert not {"trl", "datasets", "ragen2_trl.envs"} & loaded("import ragen2_trl.instrument")
 

@@ -113,6 +113,7 @@ def test_special_ids_that_end_a_turn_stay(policy_path):
     assert by_model.context_without_own_words == by_template.context_without_own_words == (5, 6, end, 90)
 
 
+@pytest.mark.slow
 def test_the_matrix_without_own_words_is_that_of_full_runs(gibberish, played):
     later = measure(gibberish, played[:12])[1].without_own_words
     expected = run_in_full(

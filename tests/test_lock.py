@@ -53,6 +53,7 @@ def others_can_have(folder: Path) -> bool:
     return subprocess.run([sys.executable, "-c", TRY, str(folder / LOCK)], stderr=subprocess.DEVNULL).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [[], ["--resume", "true"], ["--overwrite", "true"]])
 def test_a_command_is_refused_while_another_process_trains_in_the_folder(option, held, capsys):
     folder, process = held
@@ -96,6 +97,7 @@ def test_a_folder_is_locked_from_the_beginning_of_training_to_its_end(policy_pat
     assert others_can_have(folder)
 
 
+@pytest.mark.slow
 def test_a_lock_goes_with_its_process_and_children_do_not_keep_it(tmp_path):
     orphan = "    import os, time\n    if os.fork() == 0: time.sleep(30); os._exit(0)\n    print("
     command = [sys.executable, "-c", HOLDER.replace("    print(", orphan), str(tmp_path)]

@@ -309,6 +309,7 @@ def test_the_steps_of_a_log_of_ms_swift_are_read_and_its_summary_is_no_row(tmp_p
     assert [(row["step"], row["reward"]) for row in read_log(path).rows] == [(5, 0.5), (10, 0.5), (15, 0.5)]
 
 
+@pytest.mark.slow
 def test_a_log_is_utf_8_whatever_the_locale_says(tmp_path):
     (tmp_path / "trainer_state.json").write_text('{"log_history": [{"step": 1, "größe": 0.5}]}', encoding="utf-8")
     code = (

@@ -62,6 +62,7 @@ def test_operators_numbers_and_conditions_are_changed_and_no_annotation_or_messa
     }
 
 
+@pytest.mark.slow
 def test_a_change_that_tests_notice_is_killed_and_the_tree_stays_as_it_was(mutants, tmp_path):
     copy = mutants.Copy(tmp_path / "copy")
     fates = {

@@ -84,6 +84,7 @@ def test_what_is_private_is_its_owners_alone_whatever_was_there(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipe", "zero"])
 def test_pipes_and_endless_devices_in_a_runs_folder_hold_nothing_up(kind, tmp_path):
     (tmp_path / "diagnostics").mkdir()
@@ -95,6 +96,7 @@ def test_pipes_and_endless_devices_in_a_runs_folder_hold_nothing_up(kind, tmp_pa
     assert done.returncode == 2 and "holds no log of a run" in " ".join(done.stderr.split())
 
 
+@pytest.mark.slow
 def test_pipes_beside_a_runs_log_hold_nothing_up(tmp_path):
     (tmp_path / "diagnostics").mkdir()
     rows = [{"step": step, "reward": 0.5, "loss": 0.1} for step in (1, 2)]

@@ -107,6 +107,7 @@ def slow_rewards(trainer, inputs, row, own):
     return rewards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value_head", ["shared", "separate"])
 @pytest.mark.parametrize(("replay_class", "beta"), [(Replay, 0.0), (Replay, 0.3), (Turns, 0.3), (SingleTokens, 0.0)])
 def test_the_update_is_that_of_a_double_loop_over_rows_and_tokens(
@@ -354,6 +355,7 @@ def test_a_saved_critic_can_be_the_value_model_of_another_run(policy_path, make_
     assert_same_parameters(dict(trainer.critic.named_parameters()), dict(again.critic.named_parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [{"value_head": "shared"}, {"value_head": "separate"}, {"value_head": "shared", "lora": True}], ids=str
 )

@@ -295,6 +295,7 @@ def test_any_query_can_be_sent(server):
     assert max(len(body["queries"][0]) for _, _, body in server.requests) == MAX_QUERY_CHARS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", DRIPS)
 def test_a_try_has_one_deadline_wherever_a_server_drips(server, where):
     server.faults = [DRIPS[where]]

@@ -112,6 +112,7 @@ def test_reasoning_is_measured_turn_by_turn(policy, tokenizer, make_args):
     assert row["mi/valid_thinking_rate"] == pytest.approx(row["env/frozen_lake/valid_rate"])
 
 
+@pytest.mark.slow
 @needs_ends
 @pytest.mark.parametrize("kind", [SNRFilteredGRPOTrainer, GRPOTrainer])
 def test_the_policy_itself_plays_and_learns_with_ours_and_with_trls_trainer(kind, policy, tokenizer, make_args):

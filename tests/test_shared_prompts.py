@@ -193,8 +193,9 @@ def test_one_token_that_sees_another_completion_fails_the_check(name, dtype, mon
 
     def leaky(part, window, device):
         mask = mask_of(part, window, device)
-        if mask is not None and len(part) > 2:  # the last token of the second completion sees the first one's first
-            mask[sum(one.size for one in part[:3]) - 1, part[0].size + 1] = True
+        if mask is not None and len(part) > 2:  # the last token of the second completion sees the first one
+            first, second = part[0].size, part[0].size + part[1].size
+            mask[second + part[2].size - 1, first:second] = True
         return mask
 
     monkeypatch.setattr(prompt_tree, "_mask", leaky)

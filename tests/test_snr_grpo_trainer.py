@@ -134,6 +134,7 @@ def test_settings_that_leave_one_another_without_effect_are_refused_by_name(sett
 NOTHING_TO_TRAIN = r"no parameter with requires_grad=True.*is_trainable=True.*peft_config"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @for_each
 def test_an_adapter_that_was_loaded_without_is_trainable_is_refused(algorithm, beta, policy_path, tmp_path):

@@ -119,6 +119,7 @@ def test_shipped_tokenizer_is_the_one_we_build(shipped_tokenizer):
     assert shipped_tokenizer.pad_token_id == TOKENIZER.pad_token_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", SHIPPED.values(), ids=SHIPPED)
 def test_shipped_model_loads_in_float32_and_has_the_shapes_we_build(folder):
     shipped = AutoModelForCausalLM.from_pretrained(folder)

@@ -82,6 +82,7 @@ def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
     assert "Completions" not in shown and "'grad_norm'" not in shown  # the live line in place of both
 
 
+@pytest.mark.slow
 def test_a_run_with_a_held_out_curve_leaves_curve_episodes_and_the_best_checkpoint(tmp_path, capsys):
     run, curve = tmp_path / "run", {"eval_every": 2, "eval_prompts": 4, "eval_samples": 2}
     further = ["--eval_envs", "frozen_lake size=3 multi_turn=true", "--load_best", "true"]
@@ -122,6 +123,7 @@ def test_fewer_held_out_tasks_than_asked_for_are_a_line_before_training(every, t
     assert "Traceback" not in told and not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_steps_between_measurements_can_be_chosen(tmp_path):
     train.main(arguments(tmp_path / "run", eval_prompts=0, mi_every=3, max_steps=3))
     history = json.loads((tmp_path / "run" / "log_history.json").read_text())
@@ -161,6 +163,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_parameters(tmp_path):
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["SIGTERM", *(pytest.param(name, marks=pytest.mark.full) for name in ("SIGHUP", "SIGUSR1"))]
 )

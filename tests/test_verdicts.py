@@ -280,6 +280,7 @@ def test_a_model_that_closes_no_reasoning_is_not_said_to_reason_nor_to_have_no_t
 # How often that is wrong
 
 
+@pytest.mark.slow
 def test_hardly_any_run_in_which_nothing_changes_is_said_to_collapse():
     """400 seeds, prompts and reasoning traces from 2 to 64, retrieval of 1.0, 0.5 and chance; 20 measurements."""
     sizes = (2, 8, 64)

@@ -172,6 +172,7 @@ def test_no_text_of_the_shop_reaches_the_prompt_as_a_control_token():
 # Generated goals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"results": 3}, {"max_turns": 3, "results": 1}, {"products": 50}, {"max_total_actions": 4}]
 )

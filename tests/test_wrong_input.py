@@ -51,6 +51,7 @@ def refused(capsys):
 TRAIN, WARM = "train --recipe frozen_lake_tiny", "warm-start --recipe warm_start_tiny"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "said"),
     [

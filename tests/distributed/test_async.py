@@ -16,6 +16,7 @@ def found(policy_path, tmp_path_factory):
 CASES = ["nonzero_0", "nonzero_60", "lossless_0", "lossless_60"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_train_as_trl_does_on_the_kept_rows(found, case):
     one = found[case]

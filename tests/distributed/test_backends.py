@@ -111,6 +111,7 @@ def filtered_cases_of(backend: str) -> list[str]:
     return [case for case in cases_of(backend) if case not in {**LOSSLESS_CASES, **AS_TRL}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "case"), [mark(backend, case) for backend in BACKENDS for case in filtered_cases_of(backend)]
 )

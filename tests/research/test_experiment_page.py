@@ -115,6 +115,7 @@ def test_before_anything_ran_the_page_says_so(tmp_path, fig9):
     assert "**Not run yet.**" in text and "| 0 of 60 |" in text and "no number" in text and "![" not in text
 
 
+@pytest.mark.slow
 def test_an_experiment_without_checks_has_curves_and_no_verdict(tmp_path):
     experiment = replace(read_experiment(FOLDER / "smollm2.yaml"), flaw="", page=True)
     planned_runs = experiment.planned_runs()

@@ -332,6 +332,7 @@ PART = st.sampled_from(PARTS) | st.text(
 ADDRESSES = ["http://me:pa/ss@host/search?api_key=x", "postgres://a b:c@d/e"]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(PART, min_size=1, max_size=4).map("/".join), st.sampled_from(ADDRESSES))
 def test_every_path_and_address_comes_back_as_it_was_given(tmp_path_factory, relative, address):

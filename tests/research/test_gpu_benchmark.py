@@ -109,6 +109,7 @@ def most_kept(method, shape):
     return most, positions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_eight_groups_in_full_micro_batches_keep_less_than_trl_does(shape, monkeypatch):
     monkeypatch.setattr(bench, "prompts_for", lambda dead: 8)

@@ -102,6 +102,7 @@ TRACES = {
 }
 
 
+@pytest.mark.slow
 def test_each_run_has_the_paper_s_size_and_settings_that_its_processes_accept(monkeypatch):
     jobs = paper_jobs()
     for job in jobs:
