@@ -262,6 +262,10 @@ def test_async_settings_without_a_meaning_are_refused_by_their_name(tmp_path, na
         SNRFilteredAsyncGRPOConfig(str(tmp_path), **{"use_cpu": True, "bf16": False, name: value})
 
 
+def test_an_async_config_takes_lengths_as_scores_as_trl_masks_no_completion_there(tmp_path):
+    assert SNRFilteredAsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, snr_score="length")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
