@@ -367,7 +367,7 @@ CALLBACKS = (STATE, "stateful_callbacks")
 SHARED = (RANK, "shared")
 WRONG = [  # file and keys, the new value, and what the line names
     ((STATE, "global_step"), -1, "global_step must be at least 0, got -1"),
-    ((STATE, "global_step"), 10**9, "has done global_step=1000000000 .* this run ends after 4"),
+    ((STATE, "global_step"), 10**9, "is at global_step=1000000000 .* this run ends after 4"),
     ((STATE, "global_step"), 2.5, "global_step must be a whole number, got 2.5"),
     ((STATE, "epoch"), "x", "epoch must be a number, got 'x'"),
     ((STATE, "epoch"), 10**12, "epoch must be between 0 and global_step=2"),

@@ -413,7 +413,7 @@ def test_a_dataset_of_another_kind_is_named(policy, tokenizer, make_args):
         processing_class=tokenizer,
         rollout_func=TextRollout(env),
     )
-    with pytest.raises(ValueError, match=r"train_dataset must be one of env.dataset\(...\), got the columns"):
+    with pytest.raises(ValueError, match=r"train_dataset must come from env.dataset\(...\), got the columns"):
         trainer.train()
 
 

@@ -335,13 +335,13 @@ class EnvironmentEvalCallback(TrainerCallback):
         sharded = "DeepSpeed" if self.trainer.is_deepspeed_enabled else "FSDP" * self.trainer.is_fsdp_enabled
         if self.load_best and args.save_only_model and sharded:  # transformers has checked before this was asked for
             raise ValueError(
-                f"load_best=True cannot load checkpoints of save_only_model=True with {sharded}; allowed: one of them."
+                f"load_best=True cannot load checkpoints of save_only_model=True with {sharded}; set either to False."
             )
         named = args.metric_for_best_model
         if self.keep_best and args.eval_strategy != "no" and named is not None:
             raise ValueError(
-                f"metric_for_best_model={named!r} is also measured by transformers' evaluation; allowed with "
-                "keep_best=True: eval_strategy='no'."
+                f"eval_strategy={args.eval_strategy.value!r} also looks up metric_for_best_model={named!r}; allowed "
+                "with keep_best=True: 'no'."
             )
         if named in (None, "loss", "eval_loss"):  # which transformers fills in where there is nothing
             return first, "success", 1

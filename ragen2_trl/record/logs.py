@@ -20,8 +20,8 @@ from ragen2_trl.record.run import NoLogError, read_run
 from ragen2_trl.record.settings import steps_per_generation
 
 ALLOWED = (
-    f"{STATE_FILE}, {HISTORY_FILE}, rows as lines of JSON, a CSV with a column of steps, a file of TensorBoard or "
-    "Trackio, or the console output of TRL, verl or OpenRLHF"
+    f"the folder of a run, {STATE_FILE}, {HISTORY_FILE}, rows as lines of JSON, a CSV with a column of steps, a file "
+    "of TensorBoard or Trackio, or the console output of TRL, verl or OpenRLHF"
 )
 # Logs in a folder, by preference: ms-swift's, W&B's copy of the console, a saved console, TensorBoard's, Trackio's.
 IN_FOLDERS = ("logging.jsonl", "**/files/output.log", "*.log", "*.out", "**/events.out.tfevents*", "*.db")

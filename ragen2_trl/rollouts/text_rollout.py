@@ -141,7 +141,7 @@ class TextRollout:
     def _plays(self, step: int) -> list[Play]:
         assert self._rows is not None
         if "seed" not in self._rows[0]:
-            raise ValueError(f"train_dataset must be one of env.dataset(...), got the columns {sorted(self._rows[0])}")
+            raise ValueError(f"train_dataset must come from env.dataset(...), got the columns {sorted(self._rows[0])}")
         names = [name for name in self._rows[0] if name not in ("prompt", "seed")]
         columns = {name: [row[name] for row in self._rows] for name in names}
         return self._env.plays([row["seed"] for row in self._rows], columns, step)

@@ -221,10 +221,10 @@ class GroupQueue:
         check_row(row, self._open[0] if self._open else row, size)
         if not self._open and (number in ledger.rows or (number in ledger and number not in ledger.resumed)):
             raise ValueError(
-                f"the rollout worker sent another row with group_id={number} after that group was complete, which is "
-                f"when a row of another group comes, or num_generations={size} rows are there; allowed: rows of a "
-                f"group one after the other, and one for each conversation; or as many as each row's metrics[{TAG!r}] "
-                "says, ragen2_trl.trainers.async_groups.RowTag(rows=of the group, member=number of the conversation)."
+                f"the rollout worker sent another row with group_id={number} after that group was complete. A group "
+                f"ends after num_generations={size} rows or at a row of another group: send its rows one after the "
+                f"other, one per conversation. If it has more or fewer, set metrics[{TAG!r}] of each row to "
+                "ragen2_trl.trainers.async_groups.RowTag(rows=rows of the group, member=number of the conversation)."
             )
         self._open.append(row)
         tag = row.metrics.get(TAG)

@@ -316,8 +316,8 @@ class SNRFilter(FilteredRun):
             raise super_not_called(self, "_prepare_inputs")
         if self._plan.steps is not None and not self._is_weighted:
             raise RuntimeError(
-                f"{type(self).__name__}.training_step has not called self.compute_loss or self._compute_loss of this "
-                "trainer, which weigh the kept rows; allowed: to call one of them."
+                f"{type(self).__name__}.training_step must call self.compute_loss or self._compute_loss, which weigh "
+                "the kept rows; it called neither."
             )
 
     def _backward_of_kept_rows(self, backward: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:

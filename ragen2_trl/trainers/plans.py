@@ -130,8 +130,8 @@ class DropPlan:
         missing = [batch for batch in micro_batches if KEPT not in batch]
         if missing and not is_neutral:
             raise RuntimeError(
-                f"The generation batch has the keys {sorted(missing[0])}; {KEPT!r}, the filter's mark, must be "
-                "left in it by _generate_and_score_completions."
+                f"_generate_and_score_completions must leave {KEPT!r}, the filter's mark, in the generation batch, "
+                f"got the keys {sorted(missing[0])}."
             )
         if not missing:
             self.generated = micro_batches

@@ -174,9 +174,9 @@ class FilteredRun(StockTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.state.global_step > self.state.max_steps:
             raise ValueError(
-                f"resume_from_checkpoint={checkpoint!r} has done global_step={self.state.global_step} optimizer steps "
-                f"by its trainer_state.json, and this run ends after {self.state.max_steps}; allowed: a larger "
-                "max_steps or num_train_epochs, or an earlier checkpoint."
+                f"resume_from_checkpoint={checkpoint!r} is at global_step={self.state.global_step} "
+                f"(trainer_state.json), but this run ends after {self.state.max_steps} optimizer steps; allowed: a "
+                "larger max_steps or num_train_epochs, or an earlier checkpoint."
             )
         super()._load_optimizer_and_scheduler(checkpoint)
         sampler = self._train_sampler

@@ -183,8 +183,8 @@ def rewards_to_score(name: str, sums: Tensor, names: Sequence[str], scored: Scor
         if any(column is None for column in columns):
             found = [one for one, column in scored.columns.items() if _numbers(column, rows) is not None]
             raise ValueError(
-                f"snr_score_reward={name!r} is neither a reward function nor a column of one number for each "
-                "completion that a reward function logs (log_extra) in every call; allowed here: "
+                f"snr_score_reward={name!r} is neither a reward function nor a column that one logs (log_extra) in "
+                "every call, with a number for each completion; allowed here: "
                 f"{', '.join([*names, *found])}."
             )
         values = torch.tensor([value for column in columns for value in column])
@@ -388,8 +388,8 @@ class Lossless(Strategy):
             )
         if router_coefficient is not None:
             raise ValueError(
-                "snr_strategy='lossless' leaves out rows without an advantage, on which the load-balancing loss "
-                f"(router_aux_loss_coef={router_coefficient}) acts, too; allowed with it: 0."
+                "snr_strategy='lossless' leaves out rows without an advantage, but the load-balancing loss needs "
+                f"them; router_aux_loss_coef={router_coefficient} must be 0."
             )
 
 

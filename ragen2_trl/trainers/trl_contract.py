@@ -185,7 +185,7 @@ def untested() -> str | None:
     """A word on a release of TRL that our tests have not run on; `None` for others."""
     if Version(OLDEST) <= Version(_version()) <= Version(NEWEST):
         return None
-    return f"TRL {_version()} has all that we lean on, but is not tested; TRL {OLDEST} to {NEWEST} are."
+    return f"TRL {_version()} has all that we lean on, but is not tested; TRL {OLDEST} and {NEWEST} are."
 
 
 def check_trl(ours: type) -> None:

@@ -170,8 +170,8 @@ def read_tests(source: Row) -> tuple[str, list[Test]]:
             calls = [_call(test, source.get("metadata")) for test in tests]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            "column 'tests' must hold JSON, a list of objects with 'input' and 'output' (and 'func_name' in the "
-            f"metadata of functional ones) or an object with 'inputs' and 'outputs', got {str(tests)[:200]!r}"
+            "column 'tests' must be a JSON list of objects with 'input' and 'output' (where testtype='functional', "
+            f"also 'func_name' in metadata) or a JSON object with 'inputs' and 'outputs', got {str(tests)[:200]!r}"
         ) from error
     function = calls[0][0] if calls else ""
     kept = [(given, expected) for name, given, expected in calls if name == function]

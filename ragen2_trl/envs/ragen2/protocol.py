@@ -205,11 +205,9 @@ def read_prompts(path: str) -> dict[str, str]:
     try:
         texts = json.loads(content) if path.endswith(".json") else yaml.safe_load(content)
     except (yaml.YAMLError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"prompts must be a YAML or JSON file, {path!r} cannot be read: {' '.join(str(error).split())}"
-        ) from error
+        raise ValueError(f"prompts={path!r} is not valid YAML or JSON: {' '.join(str(error).split())}") from error
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise ValueError(f"prompts must hold texts by the keys {list(TEXTS)}, got something else in {path!r}")
+        raise ValueError(f"prompts={path!r} must map keys of {list(TEXTS)} to text, got {str(texts)[:60]!r}")
     unknown = sorted(str(key) for key in texts if key not in TEXTS)
     if unknown:
         raise ValueError(f"keys of prompts must be among {list(TEXTS)}, got {unknown} in {path!r}")

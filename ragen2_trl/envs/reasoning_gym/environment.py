@@ -60,7 +60,9 @@ class Scorer:
                 if not self._makes(question):
                     self._end()
                     if not self._makes(question):
-                        raise RuntimeError(f"the scorer of reasoning_gym cannot make task={task!r}, config={config}")
+                        raise RuntimeError(
+                            f"reasoning_gym's scorer died or hung twice: task={task!r}; reduce config={config}"
+                        )
                 worth = self._reply(SECONDS_TO_SCORE)
             except BaseException:  # Ctrl-C, too: nothing is left that could answer later
                 self._end()
