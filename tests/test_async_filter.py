@@ -162,9 +162,7 @@ def refused(policy_path, tmp_path, rows, **settings):
 def test_more_rows_than_completions_are_refused_unless_tags_tell_them_apart(policy_path, tmp_path, strategy):
     rows = send([LIVE], forks=FORKED).rows
     message = refused(policy_path, tmp_path, rows, snr_strategy=strategy)  # at the fifth: the worker sends no more
-    assert all(
-        name in message for name in ("group_id=0", "num_generations=4", TAG, "RowTag", "one for each conversation")
-    )
+    assert all(name in message for name in ("group_id=0", "num_generations=4", TAG, "RowTag", "one per conversation"))
 
 
 @pytest.mark.parametrize(
@@ -302,12 +300,13 @@ class LosesTheLog(SNRFilteredAsyncGRPOTrainer):
         AsyncGRPOTrainer._log_step_metrics(self)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("trainer_class", [LosesTheLoader, LosesTheStep, LosesTheLog])
 def test_an_async_subclass_that_loses_the_filter_is_refused_before_a_wrong_update(
-    trainer_class, policy_path, tmp_path, monkeypatch
+    trainer_class, micro_batches, policy_path, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(async_cpu, "SNRFilteredAsyncGRPOTrainer", trainer_class)
-    trainer = make_sent(policy_path, tmp_path, [LIVE] * 16, max_steps=3, gradient_accumulation_steps=2)
+    trainer = make_sent(policy_path, tmp_path, [LIVE] * 16, max_steps=3, gradient_accumulation_steps=micro_batches)
     before = parameters_of(trainer)
     said = rf"{trainer_class.__name__}\.{trainer_class.name} must call super\(\)\.{trainer_class.name}"
     with pytest.raises(RuntimeError, match=said):

@@ -293,6 +293,20 @@ def test_a_row_that_averages_steps_counts_as_their_generations(each, weight):
     assert health(numbered, steps_per_generation=each).weight == 3
 
 
+def test_one_row_alone_is_no_plateau_however_many_generations_it_averages():
+    rows = [
+        {"step": 20 * n, "reward": 0.5, "reward_std": float(n < 3), "frac_reward_zero_std": n // 3}
+        for n in range(1, 5)
+    ]
+    assert states(rows[:3]) == [] and states(rows) == [("nothing_to_learn", 80)]
+
+
+def test_a_row_that_counts_no_completions_is_judged_by_the_number_of_the_run():
+    rows = [{"step": step, "reward": 0.5, "env/a/valid_rate": 0.9 - 0.7 * (step > 29)} for step in range(60)]
+    counted = [{**row, "health/completions": 0} for row in rows]
+    assert states(counted, completions=32) == states(rows, completions=32) == [("failing", 32)]
+
+
 def test_a_number_of_the_update_is_the_mean_over_a_generation_and_one_that_is_not_finite_is_not_missed():
     def told(*last):
         uses = [[0.0, 0.01, 0.02, 0.03]] * 20 + [last] * RUNNING

@@ -21,6 +21,7 @@ from ragen2_trl.remedies import (
     SHUFFLES,
     TWICE,
     Replays,
+    _positions,
     chosen_again,
     find_faults,
     group_variances,
@@ -547,6 +548,18 @@ def test_groups_alive_through_one_reward_alone_are_told_with_an_example():
 def test_what_is_wrong_is_found_and_nothing_else(rewards, more, name):
     (fault,) = find_faults(make_log(rewards, **more))
     assert (fault.kind, fault.name, fault.severity) == ("data", name, "warning")
+
+
+def test_a_function_that_gives_one_reward_is_told_from_those_that_vary():
+    functions = {"solved": np.zeros((2, 2)), "form": np.array([[0, 1.0], [0, 1]])}
+    (fault,) = find_faults(make_log([[0, 1], [0, 1]], by_function=functions))
+    assert fault.sentence.startswith("Only form varies; solved is the same")
+
+
+def test_an_update_without_any_row_is_predicted_to_compute_the_first():
+    lengths, prompts, rows = np.array([[3, 9], [5, 2]]), np.array([4, 6]), np.zeros((2, 2), dtype=bool)
+    first = rows | [[True, False], [False, False]]
+    assert _positions(lengths, prompts, rows, None) == _positions(lengths, prompts, first, None)
 
 
 @pytest.mark.parametrize(("live", "part"), [(1, "rests on 1 live group:"), (4, "rests on 4 live groups:"), (5, None)])

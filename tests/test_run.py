@@ -178,7 +178,7 @@ def test_a_folder_without_a_run_is_refused_by_name(tmp_path):
     file = tmp_path / "file.txt"
     file.write_text("")
     for path in (file, tmp_path / "nowhere"):
-        with pytest.raises(ValueError, match=rf"{path.name}' is not a folder; allowed: the output_dir of a trainer"):
+        with pytest.raises(ValueError, match=rf"{path.name}' is not a folder of a run, diagnosis or evaluation"):
             read_run(path)
 
 

@@ -204,10 +204,10 @@ VALID = {"prompts": [[1, 2], [3]], "completions": [[4, 5], [6], [7, 8, 9]]}
     [
         ({"prompts": []}, "must not be empty, got 0 and 3"),
         ({"completions": []}, "must not be empty, got 2 and 0"),
-        ({"prompts": [[1, 2], []]}, "prompts must hold at least one token each, got none at 1"),
-        ({"completions": [[4], [5], []]}, "completions must hold .* got 0 tokens with lead_in=0 at 2"),
-        ({"lead_in": [0, 1, 0]}, "completions must hold .* got 1 tokens with lead_in=1 at 1"),
-        ({"lead_in": [-1, 0, 0]}, "got 2 tokens with lead_in=-1 at 0"),
+        ({"prompts": [[1, 2], []]}, r"prompts\[1\] must hold at least one token, got none"),
+        ({"completions": [[4], [5], []]}, r"completions\[2\] must hold .* lead_in=0, got 0 tokens"),
+        ({"lead_in": [0, 1, 0]}, r"completions\[1\] must hold .* lead_in=1, got 1 tokens"),
+        ({"lead_in": [-1, 0, 0]}, r"completions\[0\] must hold .* lead_in=-1, got 2 tokens"),
         ({"lead_in": [0, 0]}, "lead_in must have one value for each of 3 completions, got 2"),
         ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
         ({"temperature": -1.0}, "temperature must be above 0, got -1.0"),
@@ -272,6 +272,12 @@ def test_a_pair_that_is_not_asked_for_may_be_longer_than_the_context():
         cross_score(model, prompts, completions, under=[[0, 1], [1, 0]])
 
 
+def test_each_chunk_takes_as_many_completions_as_fit():
+    rows = [(ids, 0) for ids in random_ids(*[4] * 7)]
+    chunks = scoring._chunks(rows, range(7), torch.device("cpu"), lambda count, shortest, longest: count <= 3)
+    assert [len(one.rows) for one in chunks] == [3, 3, 1]
+
+
 @pytest.mark.parametrize("name", ["llama", "mamba, no cache"])
 @pytest.mark.parametrize("lengths", [(9, 8, 7, 6, 5), (9, 1, 1, 1, 1)])  # of one id, no cache is used
 def test_processes_run_as_many_forward_passes_although_their_prompts_have_different_completions(
@@ -300,8 +306,8 @@ def test_processes_run_as_many_forward_passes_although_their_prompts_have_differ
     ("under", "message"),
     [
         ([[0], [1]], "under must have one collection of prompts for each of 3 completions, got 2"),
-        ([[0], [1], [2]], "under must hold numbers of prompts from 0 to 1, got 2 at 2"),
-        ([[0], [-1], [1]], "got -1 at 1"),
+        ([[0], [1], [2]], r"under\[2\] must hold indices of prompts from 0 to 1, got 2"),
+        ([[0], [-1], [1]], r"under\[1\] must .* got -1"),
         ([[0], [], [1]], "under must name at least one prompt for each completion, got none at 1"),
     ],
 )

@@ -207,6 +207,14 @@ SLOW = pytest.mark.slow
 # Rooms
 
 
+def test_limits_hold_two_actions_for_each_box_at_least_and_rooms_are_never_data():
+    assert Sokoban(boxes=2, max_turns=1, max_actions=4).longest == 4
+    with pytest.raises(ValueError, match=r"max_turns \* max_actions.* 4 "):
+        Sokoban(boxes=2, max_turns=1, max_actions=3)
+    with pytest.raises(ValueError, match="data"):
+        Sokoban().dataset(1, data="rooms")
+
+
 @pytest.mark.parametrize("options", [{}, {"size": 5}, {"size": 8, "max_actions": 6}, {"boxes": 2}, {"boxes": 3}])
 def test_every_room_can_be_solved_within_the_limits_and_not_at_once(options):
     env = Sokoban(**options)

@@ -253,7 +253,7 @@ def test_each_environment_of_a_dict_has_a_curve_of_its_own(policy_path, agent_ar
 @pytest.mark.parametrize(
     ("env", "settings", "named"),
     [
-        (Silent, {"dataset": HELD_OUT}, "env must make environments of the trainer's environment_factory, Sure, got"),
+        (Silent, {"dataset": HELD_OUT}, "env must make Sure, as the trainer's environment_factory does, got"),
         (Sure, {}, "dataset must be a datasets.Dataset of held-out rows, like train_dataset, got None"),
         (Sure, {"dataset": HELD_OUT.select([0])}, r"dataset must have at least 2 rows of each .*{'Sure': 1}"),
         (Sure, {"dataset": HELD_OUT, "temperature": 0.0}, "temperature must be above 0 where TRL generates, got 0.0"),

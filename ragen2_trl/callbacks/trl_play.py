@@ -128,7 +128,7 @@ class HeldOutPlay:
         for name, (made,) in self.pool.items():
             if type(made) is not type(expected := trainer._environment_pool[name][0]):
                 raise ValueError(
-                    f"env must make environments of the trainer's environment_factory, {type(expected).__name__}, got "
+                    f"env must make {type(expected).__name__}, as the trainer's environment_factory does, got "
                     f"{type(made).__name__}"
                 )
         for setting, value, least in (("num_prompts", num_prompts, 2), ("num_samples", num_samples, 1)):

@@ -261,7 +261,7 @@ def _check_function(function: Any, columns: Sequence[str]) -> None:
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.default is p.empty]
     if missing := [parameter.name for parameter in named if parameter.name not in given]:
         raise ValueError(
-            f"reward_funcs may ask for {sorted(given)}, which evaluation has; {function.__name__} asks for {missing}"
+            f"evaluation passes reward_funcs only {sorted(given)}; {function.__name__} also needs {missing}"
         )
 
 

@@ -436,12 +436,12 @@ def _check_arguments(
             raise ValueError(f"{name} must be above 0, got {value!r}")
     for number, prompt in enumerate(prompts):
         if len(prompt) == 0:
-            raise ValueError(f"prompts must hold at least one token each, got none at {number}")
+            raise ValueError(f"prompts[{number}] must hold at least one token, got none")
     for number, (completion, skip) in enumerate(zip(completions, lead_in, strict=True)):
         if not 0 <= skip < len(completion):
             raise ValueError(
-                f"completions must hold at least one token after lead_in, got {len(completion)} tokens "
-                f"with lead_in={skip} at {number}"
+                f"completions[{number}] must hold at least one token after lead_in={skip}, got {len(completion)} "
+                "tokens"
             )
     if limit is None:
         return
@@ -464,9 +464,7 @@ def _wanted(under: Sequence[Collection[int]], shape: tuple[int, int]) -> Tensor:
     for number, places in enumerate(under):
         for place in places:
             if not 0 <= place < columns:
-                raise ValueError(
-                    f"under must hold numbers of prompts from 0 to {columns - 1}, got {place} at {number}"
-                )
+                raise ValueError(f"under[{number}] must hold indices of prompts from 0 to {columns - 1}, got {place}")
             wanted[number, place] = True
         if not places:
             raise ValueError(f"under must name at least one prompt for each completion, got none at {number}")

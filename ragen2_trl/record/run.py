@@ -281,7 +281,7 @@ def read_run(folder: Path) -> Run:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{str(folder)!r} is not a folder; allowed: the output_dir of a trainer.")
+        raise ValueError(f"{str(folder)!r} is not a folder of a run, diagnosis or evaluation.")
     paths = list(folder.glob(f"checkpoint-*/{STATE_FILE}"))
     states = [state for path in paths if (state := _read_state(path))]
     newest = max(states, key=lambda state: state["global_step"], default=None)

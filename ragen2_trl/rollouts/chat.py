@@ -76,6 +76,6 @@ class Chat:
             )
         except (TemplateError, ValueError) as error:
             if self._processor.chat_template is None:
-                raise InputError("prompt is messages, and the model has no chat template; allowed: text") from error
+                raise InputError("tokenizer must have a chat_template for messages or turns, got None") from error
             raise InputError(f"prompt does not fit the model's chat template: {error}") from error
         return text if text.rstrip().endswith(self._forced_tag) else text + self._forced_tag

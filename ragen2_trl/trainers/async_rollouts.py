@@ -107,7 +107,7 @@ class FilteredRolloutLoop(_AsyncRolloutLoop):
             if len(sampled.pilots) == self._pilot_count:
                 rewards = await self._pilot_rewards(sampled)
                 choice = self._pilot_policy.choose(rewards, self._first_number + group_id, fewest=0)
-                sampled.given_up, sampled.audited = not choice.in_full[0], bool(choice.audited[0])
+                sampled.given_up, sampled.audited = not choice.in_full.item(), choice.audited.item()
                 self._pilot_next.extendleft(sampled.remaining)
         return result
 

@@ -105,7 +105,7 @@ def shares_prompts(trainer: Any) -> bool:
     if wanted and args.snr_share_prompts and reason:
         raise ValueError(f"snr_share_prompts=True: {reason}; allowed: False.")
     if wanted and reason:
-        logger.warning(f"Prompts are not shared, each is computed once per completion: {reason}.")
+        logger.warning(f"Prompts are not shared; each is computed once per completion: {reason}.")
     elif wanted and dropout:
         logger.warning(f"Dropout of {dropout:g} is drawn once per prompt (snr_share_prompts=True).")
     return bool(wanted and reason is None)

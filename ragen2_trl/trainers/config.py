@@ -127,8 +127,8 @@ class SNRFilterConfig(StockConfig):
             )
         if self.snr_pilot_generations and not 2 <= self.snr_pilot_generations < self.num_generations:
             raise ValueError(
-                f"snr_pilot_generations={self.snr_pilot_generations!r} is out of range; allowed: 0, or from 2 to "
-                f"below num_generations={self.num_generations}."
+                f"snr_pilot_generations={self.snr_pilot_generations!r} is out of range; allowed: 0, or >= 2 and "
+                f"< num_generations={self.num_generations}."
             )
         if self.snr_selector is not None:
             named_object(self.snr_selector, "snr_selector")

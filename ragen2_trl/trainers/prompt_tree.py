@@ -203,13 +203,10 @@ def attending_to_trees(config: Any) -> Iterator[None]:
 
 @cache
 def _registered(implementation: str) -> str:
-    from transformers import AttentionInterface, AttentionMaskInterface  # an import of seconds
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers import AttentionInterface  # an import of seconds
 
-    name = f"prompt_tree|{implementation}"
+    name = f"prompt_tree|{implementation}"  # transformers knows no mask for this name, and makes none
     AttentionInterface.register(name, partial(_attention, implementation))
-    if implementation in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
     return name
 
 

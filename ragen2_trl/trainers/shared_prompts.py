@@ -93,7 +93,7 @@ class SharedPrompts:
             self.serves = False
             name = type(self.accelerator.unwrap_model(model)).__name__
             logger.warning(
-                f"Prompts are not shared, each is computed once per completion: {name}, "
+                f"Prompts are not shared; each is computed once per completion: {name}, "
                 f"{reason or 'another process has found a difference'}. snr_share_prompts=False silences this."
             )
         else:

@@ -88,7 +88,7 @@ class HTTPRetriever:
         try:
             self._address = httpx.URL(f"{self.shown_url}?{parts.query}" if parts.query else self.shown_url)
         except httpx.InvalidURL as error:
-            raise ValueError(f"url must be an address, got another text: {error}") from None
+            raise ValueError(f"url is not a valid http(s) address: {error}") from None
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if parts.username is not None:
             user = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
