@@ -274,7 +274,7 @@ def assert_refused_in_training(algorithm, mixin, said, policy_path, tmp_path, **
 
 @for_each
 def test_a_subclass_that_drops_what_is_kept_is_refused_before_a_parameter_moves(algorithm, policy_path, tmp_path):
-    said = r"'snr_kept', .* must be left in it"
+    said = r"must leave 'snr_kept'.* in the generation batch"
     assert_refused_in_training(algorithm, DropsWhatIsKept, said, policy_path, tmp_path)
 
 
@@ -327,7 +327,7 @@ class PassesTheLastBy(PassesTheWeightsBy):
 def test_training_steps_that_pass_the_weights_by_are_refused_before_a_parameter_moves(
     algorithm, mixin, policy_path, tmp_path
 ):
-    said = rf"{mixin.__name__}\.training_step has not called self\.compute_loss or self\._compute_loss"
+    said = rf"{mixin.__name__}\.training_step must call self\.compute_loss or self\._compute_loss"
     assert_refused_in_training(algorithm, mixin, said, policy_path, tmp_path)
 
 

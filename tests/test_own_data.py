@@ -193,7 +193,7 @@ def test_a_name_of_the_hub_without_a_network_names_what_can_be_had_without_one(m
         ("--dataset three.jsonl --reward somebodys:short", ["three", "held"]),
         ("--dataset mine.jsonl --reward broken:digit", ["reward", "broken:digit", "SyntaxError"]),
         ("--dataset mine.jsonl --reward somebodys:fails", ["somebodys:fails", "ZeroDivisionError", "somebodys.py"]),
-        ("--dataset mine.jsonl --reward somebodys:digit --model no_template", ["prompt", "chat template"]),
+        ("--dataset mine.jsonl --reward somebodys:digit --model no_template", ["tokenizer", "chat_template"]),
         ("--dataset mine.jsonl --reward somebodys:digit --model cut", ["model", "cut"]),
         ("--dataset long.jsonl --reward somebodys:digit", ["prompts", "positions"]),
         ("--dataset mine.jsonl --reward somebodys:digit --model oracle", ["model", "oracle"]),

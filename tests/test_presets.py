@@ -276,9 +276,9 @@ def test_what_contradicts_a_preset_is_named_in_one_line(name, options, message):
     ("content", "message"),
     [
         ("helper: a\nwarnings: b", r"keys of prompts must be among \['helper', .*\], got \['warnings'\]"),
-        ("- a", "prompts must hold texts by the keys"),
-        ("helper: 7", "prompts must hold texts by the keys"),
-        ("helper: [", "prompts must be a YAML or JSON file"),
+        ("- a", "must map keys of .* to text"),
+        ("helper: 7", "must map keys of .* to text"),
+        ("helper: [", "is not valid YAML or JSON"),
     ],
 )
 def test_prompts_of_another_form_are_refused_in_one_line(tmp_path, content, message):
