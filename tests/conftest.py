@@ -24,9 +24,9 @@ from ragen2_trl import SNRFilteredGRPOConfig
 from ragen2_trl.cli import keep_freed_memory
 from ragen2_trl.tiny.build import build_tokenizer
 
-# In processes that tests start, and in this one, which has read the variable: without a network each request waits.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-huggingface_hub.constants.HF_HUB_OFFLINE = os.environ["HF_HUB_OFFLINE"] == "1"
+if "HF_HUB_OFFLINE" not in os.environ:  # without a network each request would wait
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that tests start, those of pytest-xdist among them
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # in this one, which has read the variable
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 logging.getLogger("transformers").setLevel(logging.ERROR)
 keep_freed_memory()  # tests sample a lot
